@@ -1,0 +1,58 @@
+"""Errors that a user can cause and mend: shown as one line, without a traceback, with exit code 2."""
+
+import os
+import re
+import sys
+from types import TracebackType
+from typing import NoReturn
+
+EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """A problem in what the user gave us. The message names the place (file:line or flag) and the remedy."""
+
+
+def find_user_error(error: BaseException | None) -> str | None:
+    """The message of the UserError behind `error`: itself, a cause, or one raised in a child process; else None.
+
+    fairseq wraps exceptions (`raise Exception("Cannot load ...")`) and torch.multiprocessing passes a child's
+    exception on as text, so the chain and, last, the text are searched.
+    """
+    seen = error
+    while seen is not None:
+        if isinstance(seen, UserError):
+            return str(seen)
+        seen = seen.__cause__ or seen.__context__
+    if type(error).__name__ == "ProcessRaisedException":
+        in_child = re.search(r"^fairseq_icl\.errors\.UserError: (.*)$", str(error), re.MULTILINE)
+        return in_child and in_child.group(1)
+    return None
+
+
+def exit_with(message: str) -> NoReturn:
+    """Print the one line and end the process at once.
+
+    `os._exit` and not `sys.exit`: fairseq's iterators leave threads behind whose destruction at a regular exit
+    sometimes aborts the process ("terminate called without an active exception"), which would hide the exit code.
+    """
+    one_line = " ".join(message.split())
+    sys.stdout.flush()
+    print(f"error: {one_line}", file=sys.stderr, flush=True)
+    os._exit(EXIT_CODE)
+
+
+def install_excepthook() -> None:
+    """Make an uncaught UserError end any command, fairseq's own included, in one line and exit code 2."""
+    previous = sys.excepthook
+    if getattr(previous, "shows_user_errors", False):
+        return
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        message = find_user_error(error)
+        if message is not None:
+            exit_with(message)
+        previous(kind, error, traceback)
+
+    excepthook.shows_user_errors = True
+    sys.excepthook = excepthook
