@@ -1,0 +1,1 @@
+"""Prompts: rows of a dataset -> templates -> demonstrations -> token sequences. Knows nothing of fairseq."""

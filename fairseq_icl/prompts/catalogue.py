@@ -1,0 +1,202 @@
+"""The dataset catalogue: one YAML file a dataset, read into a checked `DatasetSpec`.
+
+docs/adding_a_dataset.md describes the keys. Everything a user can get wrong in a YAML file is found here, before any
+data are read, and reported with the file's name.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fairseq_icl.errors import UserError
+
+FOLDER = Path(__file__).parent.parent / "config" / "dataset"
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
+KEYS = ("name", "version", "source", "fields", "cut", "template", "label", "label_words", "label_names", "options")
+KEYS += ("splits", "papers", "note")
+OPTION_KEYS = ("from", "label", "names")
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What a dataset's YAML file says: where texts and labels stand in a row, and how a row becomes a prompt."""
+
+    name: str
+    version: int
+    source: str
+    fields: tuple[str, ...]
+    """Text fields that every row must have."""
+    template: str
+    """The input text, with `{field}` for a field's text and `{option}` for the option's text."""
+    label: str
+    """The field that holds the gold label."""
+    label_words: tuple[str, ...] = ()
+    """One word a class; empty where every row brings its own options."""
+    label_names: tuple[str, ...] = ()
+    """The classes' names as the data files may spell them; a file may always use 0..C-1 as well."""
+    options_from: str | tuple[str, ...] = ()
+    """Where a row's own options stand: one field holding a list, or one field an option."""
+    options_label: str = "{option}"
+    """The text to be scored for an option."""
+    options_names: str = ""
+    """The field with the options' names (A, B, C...) that the gold label refers to."""
+    cut: Mapping[str, str] = field(default_factory=dict)
+    """Fields cut in two at a mark: {"sentence": "_"} makes sentence_before and sentence_after."""
+    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "valid": "validation"})
+    """The names that the Hugging Face version gives to our splits `train` and `valid`."""
+    papers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Published settings a paper: k, seeds, learning_rate; empty beyond the papers' six datasets."""
+    note: str = ""
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether all rows share the same label words (classification), not options of their own."""
+        return bool(self.label_words)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The top-level fields that have to be read, in a fixed order and each once."""
+        options = (self.options_from,) if isinstance(self.options_from, str) else self.options_from
+        paths = (*self.fields, *options, self.options_names, self.label)
+        return tuple(dict.fromkeys(path.split(".")[0] for path in paths if path))
+
+
+def dataset_names() -> list[str]:
+    """Names of the catalogue's datasets, in alphabetical order."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_spec(name_or_path: str) -> DatasetSpec:
+    """The specification of a dataset of the catalogue, or of the user's own YAML file."""
+    if name_or_path in dataset_names():
+        path = FOLDER / f"{name_or_path}.yaml"
+    elif name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+    else:
+        close = difflib.get_close_matches(name_or_path.lower(), dataset_names(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(dataset_names())};"
+        raise UserError(f"--dataset {name_or_path}: unknown dataset; {hint} A dataset of your own is a path to a .yaml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give the path of a dataset's YAML file") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise UserError(f"{path}{line}: not valid YAML ({problem}); quote texts that hold : or #") from error
+    return parse_spec(data, str(path), path.stem)
+
+
+def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:
+    """The checked specification in a YAML file's data; `place` is named in errors, `name` is the default name."""
+    check = _Checker(place)
+    check.known_keys(data, KEYS, "")
+    options = data.get("options", {})
+    if "options" in data:
+        check.known_keys(options, OPTION_KEYS, "options.")
+    spec = DatasetSpec(
+        name=check.text(data, "name", name),
+        version=check.version(data),
+        source=check.text(data, "source"),
+        fields=check.texts(data, "fields"),
+        template=check.text(data, "template"),
+        label=check.text(data, "label", "label"),
+        label_words=check.texts(data, "label_words", ()),
+        label_names=check.texts(data, "label_names", ()),
+        options_from=check.text_or_texts(options, "from", () if "options" not in data else None),
+        options_label=check.text(options, "label", "{option}"),
+        options_names=check.text(options, "names", ""),
+        cut=check.mapping(data, "cut", str),
+        splits={"train": "train", "valid": "validation"} | check.mapping(data, "splits", str),
+        papers=check.mapping(data, "papers", dict),
+        note=check.text(data, "note", ""),
+    )
+    _check_together(spec, check)
+    return spec
+
+
+def _check_together(spec: DatasetSpec, check: "_Checker") -> None:
+    """What the keys must fulfil together."""
+    if spec.has_classes == bool(spec.options_from):
+        check.fail("give either label_words (the same for all rows) or options (of each row)")
+    if spec.has_classes and len(spec.label_words) < 2:
+        check.fail("label_words must hold at least two words")
+    if isinstance(spec.options_from, tuple) and len(spec.options_from) == 1:
+        check.fail("options.from must name a list field, or at least two fields")
+    if spec.label_names and isinstance(spec.options_from, str) and spec.options_from:
+        check.fail("label_names needs a fixed number of options; with a list field use options.names")
+    number = len(spec.label_words) or len(spec.options_from)
+    if spec.label_names and len(spec.label_names) != number:
+        check.fail(f"label_names has {len(spec.label_names)} entries for {number} labels")
+    if duplicates := [x for words in (spec.label_words, spec.label_names) for x in set(words) if words.count(x) > 1]:
+        check.fail(f"label {duplicates[0]!r} stands twice in label_words or label_names")
+    if unknown := set(spec.splits) - {"train", "valid"}:
+        check.fail(f"splits.{min(unknown)}: only train and valid are used")
+    if unknown := set(spec.cut) - set(spec.fields):
+        check.fail(f"cut.{min(unknown)}: not among fields")
+    known = {*spec.fields, *(f"{name}_{part}" for name in spec.cut for part in ("before", "after"))}
+    known |= {"option"} if spec.options_from else set()
+    for key, template in (("template", spec.template), ("options.label", spec.options_label)):
+        allowed = known | {"option"} if key == "options.label" else known
+        for placeholder in PLACEHOLDER.findall(template):
+            if placeholder not in allowed:
+                check.fail(f"{key} uses {{{placeholder}}}, which is not among fields ({', '.join(sorted(allowed))})")
+
+
+class _Checker:
+    """Reads single keys of one YAML file and names file, key and remedy when one is wrong."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def fail(self, what: str) -> None:
+        raise UserError(f"{self.place}: {what}; see docs/adding_a_dataset.md")
+
+    def known_keys(self, data: Any, known: tuple[str, ...], prefix: str) -> None:
+        if not isinstance(data, dict):
+            self.fail(f"{prefix.rstrip('.') or 'the file'} must be a mapping (key: value lines)")
+        for key in data:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+                self.fail(f"unknown key {prefix}{key}; {hint}")
+
+    def text(self, data: dict, key: str, default: str | None = None) -> str:
+        value = data.get(key, default)
+        if not isinstance(value, str) or (default is None and not value.strip()):
+            self.fail(f"{key} must be a text" + ("" if key in data else " and is missing"))
+        return value
+
+    def texts(self, data: dict, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        value = data.get(key, default)
+        if default is not None and key not in data:
+            return default
+        if not isinstance(value, list) or not value or not all(isinstance(x, str) and x.strip() for x in value):
+            self.fail(f"{key} must be a list of texts (quote words such as Yes, No, True and numbers)")
+        return tuple(value)
+
+    def text_or_texts(self, data: dict, key: str, default: tuple[str, ...] | None) -> str | tuple[str, ...]:
+        if isinstance(data.get(key), str):
+            return self.text(data, key)
+        return self.texts(data, key, default)
+
+    def mapping(self, data: dict, key: str, kind: type) -> dict:
+        value = data.get(key, {})
+        if not isinstance(value, dict) or not all(
+            isinstance(k, str) and isinstance(v, kind) and v for k, v in value.items()
+        ):
+            self.fail(f"{key} must be a mapping from names to {'texts' if kind is str else 'mappings'}")
+        return value
+
+    def version(self, data: dict) -> int:
+        value = data.get("version")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.fail("version must be a whole number from 1, raised whenever the template or the labels change")
+        return value
