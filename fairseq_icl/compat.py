@@ -1,0 +1,118 @@
+"""Every workaround for a version of fairseq or torch, each with its reason. Nothing of the kind stands elsewhere.
+
+Written against fairseq-fixed 0.12.3.1 (fairseq 0.12.2 repaired for Python 3.11) and torch 2.13. `apply` is called when
+the package is imported, which fairseq does for `--user-dir`, and may be called again harmlessly.
+"""
+
+import argparse
+import collections
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, options
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.distributed import utils as distributed_utils
+from fairseq.registry import REGISTRIES
+from omegaconf import DictConfig, ListConfig, base, nodes
+
+TASK = "demonstration_prompting"
+
+
+def apply() -> None:
+    """Install all of them, once."""
+    if getattr(apply, "done", False):
+        return
+    apply.done = True
+    allow_checkpoint_classes()
+    show_plugin_in_help()
+    honour_flags_in_validate()
+    gather_without_cuda()
+
+
+def allow_checkpoint_classes() -> None:
+    """Let `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, load with `weights_only=True`.
+
+    torch >= 2.6 unpickles tensors and plain containers only. These classes hold data and run nothing when they are
+    rebuilt; anything else in a checkpoint stays refused.
+    """
+    omegaconf_nodes = [getattr(nodes, name) for name in dir(nodes) if name.endswith("Node")]
+    omegaconf_trees = [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, typing.Any]
+    containers = [collections.defaultdict, dict, list, int]
+    torch.serialization.add_safe_globals([argparse.Namespace, *omegaconf_trees, *omegaconf_nodes, *containers])
+
+
+def show_plugin_in_help() -> None:
+    """Make `--help` show the plugin's flags.
+
+    fairseq answers `--help` in its first parse, before the chosen task, model and criterion have added their flags
+    (fairseq/options.py, parse_args_and_arch), so that plugin flags never show.
+    """
+    original = options.parse_args_and_arch
+
+    def parse_args_and_arch(parser: argparse.ArgumentParser, input_args: Any = None, *args: Any, **kwargs: Any) -> Any:
+        words = sys.argv[1:] if input_args is None else input_args
+        if "-h" in words or "--help" in words:
+            _add_plugin_groups(parser)
+            parser.parse_args(["--help"])
+        return original(parser, input_args, *args, **kwargs)
+
+    options.parse_args_and_arch = parse_args_and_arch
+
+
+def _add_plugin_groups(parser: argparse.ArgumentParser) -> None:
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
+
+    criterions = REGISTRIES["criterion"]
+    components = {f"task {TASK}": TASK_DATACLASS_REGISTRY[TASK]} | {
+        f"criterion {name}": dataclass
+        for name, dataclass in criterions["dataclass_registry"].items()
+        if criterions["registry"][name].__module__.startswith("fairseq_icl.")
+    }
+    for title, dataclass in components.items():
+        gen_parser_from_dataclass(parser.add_argument_group(title), dataclass())
+    plain = {f"--{name.replace('_', '-')}": f"which registered {name.replace('_', ' ')} to use" for name in REGISTRIES}
+    for action in parser._actions:
+        if "--task" in action.option_strings:
+            action.help = f"which registered task to use, among them {TASK}: {', '.join(sorted(TASK_REGISTRY))}"
+        if not action.help:
+            name = (action.option_strings or [action.dest])[0]
+            action.help = plain.get(name, "an option of fairseq's own, which its authors left without description")
+
+
+def honour_flags_in_validate() -> None:
+    """Make `fairseq-validate --task demonstration_prompting --criterion ... --any-plugin-flag` mean what it says.
+
+    fairseq goes on with the task, criterion and model saved in a `cfg` checkpoint and silently drops the flags
+    (fairseq/dataclass/utils.py, overwrite_args_by_name never changes a group's `_name`). With our task the checkpoint
+    is data about the model, and everything else comes from the command line.
+    """
+    original: Callable[..., Any] = checkpoint_utils.load_model_ensemble_and_task
+
+    def load_model_ensemble_and_task(
+        filenames: list[str], arg_overrides: dict[str, Any] | None = None, task: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if task is None and (arg_overrides or {}).get("task") == TASK:
+            from fairseq_icl.restore import restore
+
+            return restore(filenames[0], arg_overrides)
+        return original(filenames, arg_overrides, task, *args, **kwargs)
+
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+
+
+def gather_without_cuda() -> None:
+    """Let several processes validate without GPUs: fairseq's `all_gather_list` always takes CUDA buffers."""
+    original = distributed_utils.all_gather_list
+
+    def all_gather_list(data: Any, group: Any = None, max_size: int = 16384) -> list[Any]:
+        if torch.cuda.is_available():
+            return original(data, group, max_size)
+        group = distributed_utils.get_global_group() if group is None else group
+        gathered = [None] * distributed_utils.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, data, group=group)
+        return gathered
+
+    distributed_utils.all_gather_list = all_gather_list

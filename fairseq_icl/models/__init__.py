@@ -1,0 +1,1 @@
+"""Models that the task can build around a pretrained decoder."""

@@ -1,0 +1,1 @@
+"""The task `demonstration_prompting` and the datasets it hands to fairseq."""

@@ -1,0 +1,149 @@
+"""Prompts as fairseq datasets: demonstrations to fine-tune on, and queries to score."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import FairseqDataset, data_utils
+
+from fairseq_icl.prompts.build import FinetuningSequence, Query
+
+BOS, PAD = 0, 1
+
+
+class FinetuningDataset(FairseqDataset):
+    """Demonstrations in training order, one item a step (`step_per="demonstration"`) or a scored token ("token")."""
+
+    def __init__(self, sequences: Sequence[FinetuningSequence], step_per: str = "demonstration"):
+        super().__init__()
+        self.items: list[tuple[int, tuple[int, ...], tuple[bool, ...]]] = []
+        for sequence in sequences:
+            self.items.extend(_steps(sequence, step_per))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, tokens, scored = self.items[index]
+        return language_model_item(index, tokens, scored) | {"row": row}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(items)
+        return batch | {"rows": [item["row"] for item in items]} if batch else batch
+
+    def num_tokens(self, index: int) -> int:
+        return len(self.items[index][1]) - 1
+
+    def size(self, index: int) -> int:
+        return self.num_tokens(index)
+
+    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
+        return np.array([self.num_tokens(index) for index in indices])
+
+    def ordered_indices(self) -> np.ndarray:
+        return np.arange(len(self))
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return True
+
+
+class QueryDataset(FairseqDataset):
+    """Queries in length order, so that a batch wastes little on padding. Its items are scored under every option.
+
+    Stock criterions see the gold zero-shot sequence; `icl_similarity` takes the queries themselves.
+    """
+
+    def __init__(self, queries: Sequence[Query]):
+        super().__init__()
+        self.queries = queries
+        self.lengths = np.array([_longest(query) for query in queries])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        query = self.queries[index]
+        tokens = (BOS, *query.inputs[query.gold], *query.labels[query.gold])
+        scored = [False] * len(tokens)
+        scored[-len(query.labels[query.gold]) :] = [True] * len(query.labels[query.gold])
+        return language_model_item(index, tokens, scored) | {"query": query}
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(items)
+        if not batch:
+            return batch
+        return batch | {
+            "queries": [item["query"] for item in items],
+            "positions_in_set": [item["id"] for item in items],
+        }
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.lengths[index])
+
+    def size(self, index: int) -> int:
+        return self.num_tokens(index)
+
+    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
+        return self.lengths[indices]
+
+    def ordered_indices(self) -> np.ndarray:
+        return np.argsort(self.lengths, kind="stable")
+
+    def batch_by_size(
+        self,
+        indices: np.ndarray,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        required_batch_size_multiple: int = 1,
+    ) -> list[list[int]]:
+        """fairseq's batches, with `max_tokens` widened to the longest query, which fairseq would refuse."""
+        if max_tokens is not None:
+            max_tokens = max(max_tokens, int(self.lengths.max(initial=1)))
+        return super().batch_by_size(indices, max_tokens, max_sentences, required_batch_size_multiple)
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return True
+
+
+def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool]) -> dict[str, Any]:
+    """One next-token item: source (length - 1) and target (length - 1), padded where nothing is scored."""
+    tokens = torch.tensor(tokens)
+    target = tokens[1:].masked_fill(~torch.tensor(scored)[1:], PAD)
+    return {"id": index, "source": tokens[:-1], "target": target, "tokens": tokens}
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """fairseq's batch of language-model items. An empty list (a short shard) gives an empty batch."""
+    if not items:
+        return {}
+    target = data_utils.collate_tokens([item["target"] for item in items], PAD)  # (batch, tokens)
+    return {
+        "id": torch.tensor([item["id"] for item in items]),
+        "nsentences": len(items),
+        "ntokens": int(target.ne(PAD).sum()),
+        "net_input": {
+            "src_tokens": data_utils.collate_tokens([item["source"] for item in items], PAD),  # (batch, tokens)
+            "src_lengths": torch.tensor([len(item["source"]) for item in items]),
+        },
+        "target": target,
+        "tokens": [item["tokens"] for item in items],
+    }
+
+
+def _steps(sequence: FinetuningSequence, step_per: str) -> list[tuple[int, tuple[int, ...], tuple[bool, ...]]]:
+    """The optimizer steps a demonstration gives: itself, or one prefix for each of its scored tokens."""
+    if step_per == "demonstration":
+        return [(sequence.row, sequence.tokens, sequence.scored)]
+    return [
+        (sequence.row, sequence.tokens[: end + 1], (False,) * end + (True,))
+        for end, scored in enumerate(sequence.scored)
+        if scored
+    ]
+
+
+def _longest(query: Query) -> int:
+    """Tokens of the query's longest sequence: BOS, input and label."""
+    return 1 + max(len(text) + len(label) for text, label in zip(query.inputs, query.labels, strict=True))

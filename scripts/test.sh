@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# From a bare clone to the finished test run. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+# Two workers with a thread each are faster than one with two: most tests wait for a command to start.
+export OMP_NUM_THREADS=1
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
