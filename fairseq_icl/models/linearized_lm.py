@@ -1,0 +1,243 @@
+"""The first-order expansion of a language model in its trained parameters: f_lin = f(w0) + J(w0) (w - w0).
+
+The trained parameters of this model are the differences delta = w - w0. They start at zero and have the names of the
+weights themselves (`decoder.layers.0.self_attn.k_proj.weight`), so that optimizers, checkpoints and records of
+gradients need not know. The pretrained weights w0 are in memory once.
+
+Everything is obtained by `evaluate(fn)`, which runs `fn` twice:
+
+    tangent pass   weights are the dual numbers w0 + ε delta, no graph: J delta of every tensor that fn returns
+    value pass     weights have the value w0 and pass their gradient on to delta: f(w0), to the bit
+
+and adds the two. J delta has the same derivative in delta, J, as the value pass has, so backward through the value
+pass alone is the whole gradient: one vector-Jacobian product at w0 with the loss gradient taken at f_lin. No graph of
+the tangents is kept, and memory is that of ordinary fine-tuning plus the tangents of what fn returns.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fairseq.models import FairseqDecoder
+from fairseq.modules import FairseqDropout, LayerDropModuleList
+from fairseq.modules.checkpoint_activations import unwrap_checkpoint
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.models.pretrained_lm import Observed, PretrainedLM
+
+LINEARIZED_MARK = "linearized"
+"""Key in a checkpoint's model state which says that its tensors are deltas, not weights."""
+
+
+class BaseWithGradientToDelta(torch.autograd.Function):
+    """w0 + (delta - stop_gradient(delta)) without its copies: the value is w0, the gradient goes to delta."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, delta: Tensor) -> Tensor:
+        return base.view_as(base)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+class LinearizedLM(PretrainedLM):
+    """f(w0) + J(w0) delta of a decoder-only fairseq model; the parameters in `trained_names` become the deltas."""
+
+    def __init__(self, decoder: FairseqDecoder, trained_names: Iterable[str]) -> None:
+        # Activation checkpointing would run layers again after their weights have been put back, so it is undone.
+        super().__init__(unwrap_checkpoint(decoder))
+        self._in_pass = False
+        self._restored = False
+        self._slots = _find_slots(self, list(trained_names))
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for slots in self._slots.values():
+            module, attribute = slots[0]
+            weight = module._parameters[attribute].detach()
+            # A buffer follows .half() and .to(device) with its module; checkpoints hold the deltas only.
+            module.register_buffer(f"{attribute}_base", weight, persistent=False)
+            delta = nn.Parameter(torch.zeros_like(weight))
+            for tied_module, tied_attribute in slots:
+                tied_module._parameters[tied_attribute] = delta
+        self._refuse_calls_outside_evaluate()
+
+    def evaluate(self, function: Callable[[], Observed]) -> Observed:
+        """What `function` returns (tensors in any nesting of lists, tuples and dicts) for f_lin: value plus JVP.
+
+        It runs twice, so it must do the same both times and compute all that depends on the weights itself: a tensor
+        kept from an earlier call has no tangent. Inside, the modules and their weights are used as ever.
+        """
+        if self._in_pass:
+            return function()
+        _refuse_randomness(self)
+        deltas = self._deltas()
+        moved = any(bool(delta.any()) for delta in deltas.values())
+        # The tangents come first: at their peak of memory the graph of the value pass is not there yet.
+        tangents = self._tangents(function) if moved else None
+        with self._weights({name: BaseWithGradientToDelta.apply(self._base_of(name), deltas[name]) for name in deltas}):
+            values = function()
+        if tangents is None:
+            return values
+        leaves, structure = tree_flatten(values)
+        return tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """Inside, delta counts as zero: the decoder is the pretrained one, and `evaluate(fn)` is `fn()`."""
+        with self._weights({name: self._base_of(name) for name in self.trained_names}):
+            yield
+
+    def forward(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Linearized logits (batch, tokens, vocabulary), with the linearized rest of what the decoder returns."""
+        self._refuse_cache(kwargs)
+        return self.evaluate(lambda: self.decoder(src_tokens, **kwargs))
+
+    def extract_features(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Linearized features (batch, tokens, width), with the linearized rest of what the decoder returns."""
+        self._refuse_cache(kwargs)
+        return self.evaluate(lambda: self.decoder.extract_features(src_tokens, **kwargs))
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Names of the deltas, which are those of the weights they are added to."""
+        return list(self._slots)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the deltas come from a checkpoint."""
+        return self._restored
+
+    def keep_base(self) -> None:
+        """Nothing to do: the pretrained weights never change."""
+
+    @torch.no_grad()
+    def reset_to_base(self) -> None:
+        """Undo fine-tuning: every delta is zero again."""
+        for delta in self._deltas().values():
+            delta.zero_()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The deltas, and a mark that they are deltas."""
+        return super().state_dict(*args, **kwargs) | {LINEARIZED_MARK: torch.ones(1)}
+
+    def load_state_dict(
+        self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg: Any = None, args: Any = None
+    ) -> None:
+        """Take over the deltas of a linearized checkpoint."""
+        if LINEARIZED_MARK not in state_dict:
+            raise UserError("the checkpoint was trained without --linearize; load it without --linearize")
+        deltas = {name: delta for name, delta in state_dict.items() if name != LINEARIZED_MARK}
+        for name in deltas:
+            if name not in self.trained_names:
+                raise UserError(f"the checkpoint trained {name}, this model does not; use its --train-parameters")
+        self.reset_to_base()
+        super().load_state_dict(deltas, strict, model_cfg, args)
+        self._base.clear()  # where the ordinary model remembers its base; here that would be a copy of zeros
+        self._restored = True
+
+    def _tangents(self, function: Callable[[], Any]) -> list[Tensor | None]:
+        """J delta of each leaf that `function` returns; None for a leaf that does not depend on the deltas."""
+        # Inference mode would drop the tangents without a word. Of the attention kernels only MATH has forward AD.
+        with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(self._base_of(name), delta) for name, delta in self._deltas().items()}
+            try:
+                with self._weights(duals):
+                    leaves = tree_leaves(function())
+            except NotImplementedError as error:
+                kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in self.trained_names})
+                reason = str(error).splitlines()[0]
+                raise UserError(
+                    f"--linearize: no forward derivative with respect to {', '.join(kinds)} ({reason}); "
+                    "train other parameters (--train-parameters) or leave out --linearize"
+                ) from error
+            return [forward_ad.unpack_dual(leaf).tangent if _is_real(leaf) else None for leaf in leaves]
+
+    @contextmanager
+    def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the modules have these tensors in the places of the deltas."""
+        deltas, was_in_pass = self._deltas(), self._in_pass
+        self._place(weights)
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._place(deltas)
+            self._in_pass = was_in_pass
+
+    def _place(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for module, attribute in self._slots[name]:
+                module._parameters[attribute] = tensor
+
+    def _deltas(self) -> dict[str, Tensor]:
+        return {name: slots[0][0]._parameters[slots[0][1]] for name, slots in self._slots.items()}
+
+    def _base_of(self, name: str) -> Tensor:
+        module, attribute = self._slots[name][0]
+        return getattr(module, f"{attribute}_base")
+
+    def _refuse_cache(self, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("incremental_state") is not None and not self._in_pass:
+            raise RuntimeError("a linearized model keeps no incremental state between calls: it runs each call twice")
+
+    def _refuse_calls_outside_evaluate(self) -> None:
+        """Let every module on the way to a trained parameter say so if it is run while it holds a delta."""
+        paths = {name.rsplit(".", depth)[0] for name in self.trained_names for depth in range(1, name.count(".") + 1)}
+        for path in paths:
+            self.get_submodule(path).register_forward_pre_hook(self._check_in_pass)
+
+    def _check_in_pass(self, module: nn.Module, inputs: Any) -> None:
+        if not self._in_pass:
+            raise RuntimeError(f"{type(module).__name__} of a linearized model runs only inside model.evaluate(fn)")
+
+
+def _find_slots(model: nn.Module, names: Iterable[str]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Name -> all (module, attribute) that hold this parameter: several where weights are tied."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    unknown = [name for name in names if name not in parameters]
+    if unknown:
+        raise UserError(
+            f"--train-parameters: no parameter {unknown[0]!r}; the first of the model is {next(iter(parameters))!r}"
+        )
+    first_name = {id(parameters[name]): name for name in reversed(list(names))}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in reversed(first_name.values())}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if id(parameter) in first_name:
+                slots[first_name[id(parameter)]].append((module, attribute))
+    return slots
+
+
+def _refuse_randomness(model: nn.Module) -> None:
+    """The value pass and the tangent pass must be of the same function: no dropout of any kind."""
+    for name, module in model.named_modules():
+        dropout = isinstance(module, FairseqDropout | nn.Dropout) and module.p > 0
+        always = getattr(module, "apply_during_inference", False)
+        layer_drop = isinstance(module, LayerDropModuleList) and module.p > 0
+        quant_noise = any(
+            hook.__module__ == "fairseq.modules.quant_noise" for hook in module._forward_pre_hooks.values()
+        )
+        if (module.training and (dropout or layer_drop or quant_noise)) or (dropout and always):
+            kind = "dropout" if dropout else "LayerDrop" if layer_drop else "quantization noise"
+            raise UserError(f"--linearize: {name} applies {kind} while training; a linearized model needs it to be 0")
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _add(value: Any, tangent: Tensor | None) -> Any:
+    """value + tangent; an error where only the tangent is not finite."""
+    if tangent is None:
+        return value
+    if not bool(torch.isfinite(tangent).all()) and bool((torch.isfinite(value) & ~torch.isfinite(tangent)).any()):
+        remedy = "run without --fp16" if tangent.dtype == torch.float16 else "lower --lr"
+        raise UserError(f"--linearize: the first-order term is not finite in {tangent.dtype}; {remedy}")
+    return value + tangent
