@@ -1,0 +1,18 @@
+"""Options and settings of the whole test run."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+SET_A = Path(__file__).parent / "golden" / "set_a"
+
+# print_blob: a failing case prints what reproduces it; no deadline: the machine may be busy with other tests.
+settings.register_profile("project", print_blob=True, deadline=None)
+settings.load_profile("project")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden-dir", type=Path, default=SET_A, help="folder of golden numbers in the layout of tests/golden/set_a"
+    )
