@@ -4,10 +4,18 @@ import copy
 
 import pytest
 import torch
-from tiny_linearized import TOKENS, build, build_decoder, keys_and_values, random_deltas, set_deltas, stock_logits
 
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from tests.models.tiny_linearized import (
+    TOKENS,
+    build,
+    build_decoder,
+    keys_and_values,
+    random_deltas,
+    set_deltas,
+    stock_logits,
+)
 
 
 @pytest.mark.parametrize("training", [True, False])

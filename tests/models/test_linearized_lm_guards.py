@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny_linearized import TOKENS, build, build_decoder, keys_and_values, random_deltas, set_deltas
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LINEARIZED_MARK, LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from tests.models.tiny_linearized import TOKENS, build, build_decoder, keys_and_values, random_deltas, set_deltas
 
 
 def test_base_weights_is_the_pretrained_model_and_ends_with_the_block():

@@ -1,0 +1,99 @@
+"""Training and scoring the linearized model gives the authors' losses, gradients, weights and records."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, log_softmax
+
+from fairseq_icl import compat
+from fairseq_icl.models.linearized_lm import LinearizedLM
+from fairseq_icl.models.pretrained_lm import load_decoder
+from fairseq_icl.observe.probe import AttentionProbe, AttentionRecord
+from tests.golden.folder import Golden
+
+PARTS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@dataclass
+class Run:
+    """The linearized model after one epoch of plain SGD, and what was seen on the way."""
+
+    model: LinearizedLM
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)  # (L, tokens, d) a step
+
+
+def stacked(model: LinearizedLM, part: str) -> list[Tensor]:
+    """The trained parameters of one kind, layer by layer."""
+    return [model.get_parameter(name) for name in model.trained_names if name.endswith(f"self_attn.{part}")]
+
+
+def observe(model: LinearizedLM, tokens: Tensor, positions: list[int]) -> tuple[Tensor, AttentionRecord]:
+    """Linearized logits (1, T, V) and attention records at the positions."""
+
+    def run() -> tuple[Tensor, AttentionRecord]:
+        with AttentionProbe(model.decoder, torch.zeros(len(positions), dtype=int), torch.tensor(positions)) as probe:
+            return model.decoder(tokens)[0], probe.record()
+
+    return model.evaluate(run)
+
+
+@pytest.fixture
+def run(golden: Golden, golden_case: tuple[str, int]) -> Run:
+    task, permutation = golden_case
+    compat.allow_checkpoint_classes()
+    decoder = load_decoder(golden.root / "model" / "model.pt", golden.dictionary)
+    names = [f"decoder.{name}" for name, _ in decoder.named_parameters() if name.endswith(PARTS)]
+    run = Run(LinearizedLM(decoder, names))
+    optimizer = torch.optim.SGD([run.model.get_parameter(name) for name in names], lr=golden.setting("lr", task))
+    for sequence in golden.tokens(task, permutation)["ft"]["src_tokens"]:
+        tokens = torch.tensor([sequence])
+        run.queries.append(observe(run.model, tokens, list(range(len(sequence))))[1].query.transpose(0, 1).detach())
+        optimizer.zero_grad()
+        loss = cross_entropy(run.model(tokens)[0][0, :-1], tokens[0, 1:], reduction="sum")
+        (loss / (len(sequence) - 1)).backward()
+        run.losses.append(loss.item())
+        run.gradients.append({part: torch.stack([p.grad.clone() for p in stacked(run.model, part)]) for part in PARTS})
+        optimizer.step()
+    return run
+
+
+def test_training_gives_the_authors_losses_gradients_and_weights(
+    golden: Golden, golden_case: tuple[str, int], run: Run
+) -> None:
+    task, permutation = golden_case
+    expected = np.load(golden.root / "ft" / f"{task}_p{permutation}_linearized.npz")
+    np.testing.assert_allclose(run.losses, expected["step_loss_sum"], **CLOSE)
+    np.testing.assert_allclose(torch.cat(run.queries, dim=1), expected["attn_q"], **CLOSE)
+    for part in PARTS:
+        norms = [gradients[part].flatten(1).norm(dim=1).numpy() for gradients in run.gradients]
+        np.testing.assert_allclose(norms, expected[f"grad_norm.{part}"], **CLOSE)
+        np.testing.assert_allclose(run.gradients[0][part], expected[f"step0_grad.{part}"], **CLOSE)
+        projection, kind = part.split(".")
+        bases = [getattr(getattr(layer.self_attn, projection), f"{kind}_base") for layer in run.model.decoder.layers]
+        final = torch.stack(bases) + torch.stack(stacked(run.model, part)).detach()
+        np.testing.assert_allclose(final, expected[f"final.{part}"], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_scoring_gives_the_authors_records(golden: Golden, golden_case: tuple[str, int], run: Run) -> None:
+    task, permutation = golden_case
+    expected = np.load(golden.root / "records" / f"{task}_p{permutation}_ftzs_linearized.npz")
+    zero_shot = golden.tokens(task, permutation)["zs"]
+    num_options = expected["option_scores"].shape[1]
+    for example in range(len(expected["gold"])):
+        options = zero_shot["src_tokens"][example * num_options : (example + 1) * num_options]
+        logits, record = observe(run.model, torch.tensor([options[0]]), [len(options[0]) - 1])
+        scores = log_softmax(logits[0, -2], dim=-1)[[option[-1] for option in options]]
+        np.testing.assert_allclose(scores, expected["option_scores"][example], **CLOSE)
+        assert scores.argmax() == expected["pred"][example]
+        np.testing.assert_allclose(record.output[0], expected["self_attn_out"][example], **CLOSE)
+        np.testing.assert_allclose(record.query[0], expected["attn_q"][example], **CLOSE)
+        row = expected["attn_map"][example][..., -expected["query_len"][example] :]
+        np.testing.assert_allclose(record.scores[0, :, :, 1:], row, **CLOSE)
+        np.testing.assert_allclose(record.scores[0, :, :, :1].sum(1), expected["attn_map_ctx"][example], **CLOSE)
