@@ -1,0 +1,123 @@
+"""Metrics on predictions alone: accuracy, Rec2FTP, the RPA family, and who changed what.
+
+An example is *changed* by ICL (FT) if its prediction differs from the zero-shot one. D_icl and D_ft are the sets of
+changed examples. All values are shares between 0 and 1 (the papers print percent); vectors are (n,).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fairseq_icl.metrics.registry import Observation, Ratio, metric
+
+
+@metric("accuracy_zsl", settings=("zsl",))
+@metric("accuracy_icl", settings=("icl",))
+@metric("accuracy_ft", settings=("ft",))
+def accuracy(observation: Observation) -> Tensor:
+    """1 where the prediction is the gold label, else 0. (n,)"""
+    return _right(observation).double()
+
+
+@metric("rec2ftp")
+def rec2ftp(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
+    """|wrong zsl & right ft & right icl| / |wrong zsl & right ft|: how much of what FT mends ICL mends too."""
+    mended = _mended(zsl, ft)
+    return Ratio((mended & _right(icl)).double(), mended.double())
+
+
+@metric("rpa")
+def rpa(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
+    """|D_icl & D_ft| / |D_icl | D_ft|: the overlap of the changed examples."""
+    return _overlap(_changed(zsl, icl), _changed(zsl, ft))
+
+
+@metric("rpa_same_label")
+def rpa_same_label(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
+    """same / (|D_icl| + |D_ft| - same), same = examples changed by both to the same label.
+
+    With two classes this is `rpa`. With more, an example changed by both to different labels adds two to the
+    denominator and nothing to the numerator.
+    """
+    same = (_changed(zsl, ft) & (icl.prediction == ft.prediction)).double()
+    return Ratio(same, _changed(zsl, icl).double() + _changed(zsl, ft).double() - same)
+
+
+@metric("rpa_correct")
+def rpa_correct(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
+    """`rpa` with D restricted to examples whose new prediction is right."""
+    return _overlap(_changed(zsl, icl) & _right(icl), _changed(zsl, ft) & _right(ft))
+
+
+@metric("rpa_incorrect")
+def rpa_incorrect(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
+    """`rpa` with D restricted to examples whose new prediction is wrong."""
+    return _overlap(_changed(zsl, icl) & ~_right(icl), _changed(zsl, ft) & ~_right(ft))
+
+
+def f2t(zsl: Observation, icl: Observation, ft: Observation) -> Tensor:
+    """Examples wrong under ZSL and right under both ICL and FT ("false to true"), the first paper's subset. (n,) bool"""
+    return _mended(zsl, icl) & _mended(zsl, ft)
+
+
+class PredictionSets(NamedTuple):
+    """Membership (n,) bool of each example in the sets whose sizes the papers discuss."""
+
+    icl_f2t: Tensor  # wrong under ZSL, right under ICL
+    ft_f2t: Tensor
+    both_f2t: Tensor
+    icl_changed: Tensor
+    ft_changed: Tensor
+    both_changed: Tensor
+    same_change: Tensor  # changed by both to the same label
+    changed_both_correct: Tensor
+    changed_only_icl_correct: Tensor
+    changed_only_ft_correct: Tensor
+    changed_both_incorrect: Tensor
+    changed_only_icl_incorrect: Tensor
+    changed_only_ft_incorrect: Tensor
+
+
+def prediction_sets(zsl: Observation, icl: Observation, ft: Observation) -> PredictionSets:
+    """Partition of the prediction changes: by both, only ICL, only FT, for right and for wrong new predictions.
+
+    The `correct` three are a partition of the changes that end right, the `incorrect` three of those that end wrong.
+    With more than two classes an example changed by both, rightly by ICL and wrongly by FT, is in
+    `changed_only_icl_correct` and in `changed_only_ft_incorrect`.
+    """
+    icl_changed, ft_changed = _changed(zsl, icl), _changed(zsl, ft)
+    icl_correct, ft_correct = icl_changed & _right(icl), ft_changed & _right(ft)
+    icl_incorrect, ft_incorrect = icl_changed & ~_right(icl), ft_changed & ~_right(ft)
+    return PredictionSets(
+        icl_f2t=_mended(zsl, icl),
+        ft_f2t=_mended(zsl, ft),
+        both_f2t=f2t(zsl, icl, ft),
+        icl_changed=icl_changed,
+        ft_changed=ft_changed,
+        both_changed=icl_changed & ft_changed,
+        same_change=ft_changed & (icl.prediction == ft.prediction),
+        changed_both_correct=icl_correct & ft_correct,
+        changed_only_icl_correct=icl_correct & ~ft_correct,
+        changed_only_ft_correct=ft_correct & ~icl_correct,
+        changed_both_incorrect=icl_incorrect & ft_incorrect,
+        changed_only_icl_incorrect=icl_incorrect & ~ft_incorrect,
+        changed_only_ft_incorrect=ft_incorrect & ~icl_incorrect,
+    )
+
+
+def _right(observation: Observation) -> Tensor:
+    return observation.prediction == observation.gold
+
+
+def _changed(zsl: Observation, observation: Observation) -> Tensor:
+    return observation.prediction != zsl.prediction
+
+
+def _mended(zsl: Observation, observation: Observation) -> Tensor:
+    return ~_right(zsl) & _right(observation)
+
+
+def _overlap(a: Tensor, b: Tensor) -> Ratio:
+    """Jaccard index of two sets given as masks (n,)."""
+    return Ratio(torch.logical_and(a, b).double(), torch.logical_or(a, b).double())

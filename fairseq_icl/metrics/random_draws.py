@@ -1,0 +1,37 @@
+"""Random numbers addressed by example: the same however the examples are batched, ordered or spread over processes.
+
+Every number is a hash (splitmix64) of a stream name, the example's position in the validation set and the component,
+so baselines need no generator state and a repeated run writes the same bytes.
+"""
+
+import math
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
+MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
+    """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64."""
+    size = math.prod(shape)
+    start = _mix(example.cpu().numpy().astype(np.uint64) + (np.uint64(zlib.crc32(stream.encode())) << np.uint64(32)))
+    counter = np.arange(1, size + 1, dtype=np.uint64) * GOLDEN_GAMMA  # (size,)
+    bits = _mix(start[:, None] + counter)  # (n, size)
+    numbers = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(numbers.reshape(len(start), *shape))
+
+
+def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
+    """Independent standard normal numbers, by the inverse distribution function: (n,) -> (n, *shape) float64."""
+    return torch.special.ndtri(uniform(example, shape, stream).clamp_min(2.0**-54))  # ndtri(0) would be -inf
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64 on an array of uint64."""
+    state = (state ^ (state >> np.uint64(30))) * MULTIPLIERS[0]
+    state = (state ^ (state >> np.uint64(27))) * MULTIPLIERS[1]
+    return state ^ (state >> np.uint64(31))

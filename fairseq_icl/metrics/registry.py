@@ -1,0 +1,126 @@
+"""The metrics by name: a new metric is one function under `@metric("name")`, here or in any installed package.
+
+A metric takes the observations of the three settings of n examples and returns one of
+
+- a tensor (n,) or (n, layers): one value an example, or one an example and layer;
+- a `Similarity`: such values together with the number of cosines that were zero by definition;
+- a `Ratio`: numerator and denominator (n,), for metrics such as RPA that are a quotient of sums over examples.
+
+Values are averaged over examples, then over layers. docs/adding_a_metric.md walks through an example.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from fairseq_icl.errors import UserError
+
+ENTRY_POINT_GROUP = "fairseq_icl.metrics"
+SETTINGS = ("zsl", "icl", "ft")
+EXTRAS = ("example", "training", "other_ft", "weights")
+
+
+class Observation(Protocol):
+    """What a metric may look at: one setting (ZSL, ICL or FT) observed on n examples.
+
+    L layers, H heads, d model width, C label options, Q longest query, P context length.
+    """
+
+    option_logprobs: Tensor  # (n, C) mean log-probability of each label option, -inf where an example has fewer
+    gold: Tensor  # (n,) index of the right option
+    prediction: Tensor  # (n,) index of the most likely option
+    attention_output: Tensor  # (n, L, d) output of the attention block at the observed position
+    attention_row: Tensor  # (n, L, H, Q) scores before the softmax over the query tokens, zeros on the left
+    query_length: Tensor  # (n,) how many entries of a row are query tokens
+    context_row: Tensor | None  # (n, L, P) scores over the context (ICL), summed over heads
+    query_vector: Tensor  # (n, L, d) scaled query vectors, heads concatenated
+
+
+class Similarity(NamedTuple):
+    """Mean cosines and how many of the cosines behind each were 0 because one of the vectors was zero."""
+
+    value: Tensor  # (n,) or (n, layers)
+    zero_updates: Tensor  # same shape, counts
+
+
+class Ratio(NamedTuple):
+    """sum(numerator) / sum(denominator) over examples; undefined when the denominators sum to zero."""
+
+    numerator: Tensor  # (n,)
+    denominator: Tensor  # (n,)
+
+
+Outcome = Tensor | Similarity | Ratio
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A named function of observations: which settings it is called with, in order, and which extras by keyword."""
+
+    name: str
+    compute: Callable[..., Outcome]
+    settings: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+_metrics: dict[str, Metric] = {}
+_loaded_entry_points = False
+
+
+def metric(
+    name: str, *, settings: Iterable[str] = SETTINGS, needs: Iterable[str] = ()
+) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+    """Register a function as the metric `name` and return it unchanged.
+
+    **Arguments**
+    - `settings`: the observations the function takes, in order, out of zsl, icl and ft. A metric that does not take
+      `ft` is also computed when a base checkpoint is scored alone.
+    - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
+      `training` (`training_attention.TrainingTokens`), `other_ft` (observation of a second fine-tuned model),
+      `weights` (`weight_space.WeightUpdates`). Where one was not given to the collector the metric is left out.
+    """
+    settings, needs = tuple(settings), tuple(needs)
+    for given, known in ((settings, SETTINGS), (needs, EXTRAS)):
+        unknown = [word for word in given if word not in known]
+        if unknown:
+            raise ValueError(f"metric {name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
+
+    def register(compute: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        known = _metrics.get(name)
+        if known is not None and _origin(known.compute) != _origin(compute):
+            raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
+        _metrics[name] = Metric(name, compute, settings, needs)
+        return compute
+
+    return register
+
+
+def metric_names() -> list[str]:
+    """Names of every registered metric in order of registration, those of installed packages last."""
+    _load_entry_points()
+    return list(_metrics)
+
+
+def get_metric(name: str) -> Metric:
+    """The metric of that name, or an error that lists the names."""
+    _load_entry_points()
+    if name not in _metrics:
+        raise UserError(f"metric {name!r} is not known; choose from {', '.join(_metrics)}")
+    return _metrics[name]
+
+
+def _origin(compute: Callable[..., Outcome]) -> str:
+    return f"{compute.__module__}.{compute.__qualname__}"
+
+
+def _load_entry_points() -> None:
+    """Import what installed packages offer under the group `fairseq_icl.metrics`; importing registers it."""
+    global _loaded_entry_points
+    if _loaded_entry_points:
+        return
+    _loaded_entry_points = True
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()

@@ -1,0 +1,176 @@
+"""Attention to training tokens: do ICL and FT lean on the same demonstrations, and on the same tokens in them?
+
+In linear attention, fine-tuning acts as attention to the training tokens with weight q_train . q (the first paper,
+section 4). So, per layer, over the T demonstration tokens that both sides saw:
+
+    FT side:  softmax_t( q_ft . q_t )    q_ft = query vector under FT, q_t = query vector of token t during training
+    ICL side: softmax_t( score_t )       score_t = pre-softmax attention to token t in the prompt, heads summed
+
+A demonstration's weight is the sum over its tokens. Recall is the share of the ICL side's top k that the FT side's
+top k contains; Kendall is tau-b of the two weight vectors, as in scipy.stats.kendalltau. Everything is (n, L).
+
+The authors pair tokens by place, which is right only if both sides saw the same demonstrations in the same order;
+`TrainingTokens.align` pairs them by row, so permutations and truncated prompts are compared correctly too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairseq_icl.metrics.random_draws import uniform
+from fairseq_icl.metrics.rank import kendall, top_k, top_k_recall
+from fairseq_icl.metrics.registry import Observation, Similarity, metric
+
+
+@dataclass(frozen=True)
+class TrainingTokens:
+    """The T demonstration tokens that fine-tuning and the ICL prompt share, and where to find each of them."""
+
+    queries: Tensor  # (L, T, d) scaled query vectors recorded during training, BOS left out
+    demonstration: Tensor  # (T,) which demonstration a token belongs to, 0 .. D-1
+    context_position: Tensor  # (T,) its position in the ICL context
+    top_examples: int = 5
+    top_tokens: int = 100
+
+    @classmethod
+    def align(
+        cls,
+        queries: Tensor,
+        training_rows: Sequence[int],
+        training_lengths: Sequence[int],
+        context_rows: Sequence[int],
+        context_spans: Sequence[tuple[int, int]],
+        top_examples: int = 5,
+        top_tokens: int = 100,
+    ) -> "TrainingTokens":
+        """Pair recorded training tokens with prompt tokens by dataset row, in the order of the prompt.
+
+        **Arguments**
+        - `queries`: (L, sum of `training_lengths`, d), each training sequence with its BOS.
+        - `training_rows`, `context_rows`: dataset row of each training sequence and of each demonstration in the prompt.
+        - `context_spans`: (start, end) of each demonstration in the context, without its closing EOS.
+        """
+        starts = torch.tensor([0, *training_lengths]).cumsum(0)[:-1].tolist()
+        place = {
+            row: (start, length) for row, start, length in zip(training_rows, starts, training_lengths, strict=True)
+        }
+        recorded, demonstration, positions = [], [], []
+        for row, (begin, end) in zip(context_rows, context_spans, strict=True):
+            if row not in place:
+                continue
+            start, length = place[row]
+            if length - 1 != end - begin:
+                raise ValueError(f"row {row}: {length - 1} tokens in training, {end - begin} in the prompt")
+            recorded.append(torch.arange(start + 1, start + length))
+            positions.append(torch.arange(begin, end))
+            demonstration.append(torch.full((end - begin,), len(demonstration)))
+        if not recorded:
+            raise ValueError("no demonstration is in both the fine-tuning data and the prompt")
+        return cls(
+            queries[:, torch.cat(recorded)],
+            torch.cat(demonstration),
+            torch.cat(positions),
+            top_examples,
+            top_tokens,
+        )
+
+    @property
+    def used_top_examples(self) -> int:
+        """k of the example-level recall: `top_examples`, or all demonstrations if there are fewer."""
+        return min(self.top_examples, int(self.demonstration.max()) + 1)
+
+    @property
+    def used_top_tokens(self) -> int:
+        """k of the token-level recall: `top_tokens`, or all tokens if there are fewer (the authors' code stops there)."""
+        return min(self.top_tokens, len(self.demonstration))
+
+
+def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
+    """softmax_t(q_ft . q_t): (n, L, T) float32
+
+    In the first layer a word at the same place in two demonstrations has the same query vector, so exact ties are
+    common. Rounding the products to float32 keeps them ties: in float64 the order of summation would break them.
+    """
+    scores = torch.einsum("nld,ltd->nlt", ft.query_vector.double(), training.queries.double())
+    return _weights(scores.float())
+
+
+def icl_weights(icl: Observation, training: TrainingTokens) -> Tensor:
+    """softmax_t(score_t): (n, L, T) float32"""
+    if icl.context_row is None:
+        raise ValueError("the ICL observation has no context_row: observe attention to the demonstrations")
+    return _weights(icl.context_row[..., training.context_position])
+
+
+def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
+    """Token weights added up within each demonstration: (n, L, T) -> (n, L, D)"""
+    demonstrations = int(training.demonstration.max()) + 1
+    total = torch.zeros(*weights.shape[:-1], demonstrations, dtype=torch.float64, device=weights.device)
+    return total.index_add_(-1, training.demonstration, weights.double())
+
+
+@metric("recall_tokens", settings=("icl", "ft"), needs=("training",))
+def recall_tokens(icl: Observation, ft: Observation, training: TrainingTokens) -> Tensor:
+    """|top k tokens of ICL & top k tokens of FT| / k"""
+    return top_k_recall(icl_weights(icl, training), finetuning_weights(ft, training), training.used_top_tokens)
+
+
+@metric("recall_examples", settings=("icl", "ft"), needs=("training",))
+def recall_examples(icl: Observation, ft: Observation, training: TrainingTokens) -> Tensor:
+    """|top k demonstrations of ICL & top k demonstrations of FT| / k"""
+    icl_side = per_demonstration(icl_weights(icl, training), training)
+    ft_side = per_demonstration(finetuning_weights(ft, training), training)
+    return top_k_recall(icl_side, ft_side, training.used_top_examples)
+
+
+@metric("kendall_tokens", settings=("icl", "ft"), needs=("training",))
+def kendall_tokens(icl: Observation, ft: Observation, training: TrainingTokens) -> Similarity:
+    """tau-b(ICL token weights, FT token weights)"""
+    return kendall(icl_weights(icl, training), finetuning_weights(ft, training))
+
+
+@metric("kendall_examples", settings=("icl", "ft"), needs=("training",))
+def kendall_examples(icl: Observation, ft: Observation, training: TrainingTokens) -> Similarity:
+    """tau-b(ICL demonstration weights, FT demonstration weights)"""
+    icl_side = per_demonstration(icl_weights(icl, training), training)
+    return kendall(icl_side, per_demonstration(finetuning_weights(ft, training), training))
+
+
+@metric("recall_tokens_random", settings=("icl",), needs=("training", "example"))
+def recall_tokens_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Tensor:
+    """Share of k tokens drawn with replacement that lie in the top k of ICL; expectation k / T."""
+    return _random_recall(icl_weights(icl, training), training.used_top_tokens, example, "recall tokens")
+
+
+@metric("recall_examples_random", settings=("icl",), needs=("training", "example"))
+def recall_examples_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Tensor:
+    """Share of k demonstrations drawn with replacement that lie in the top k of ICL; expectation k / D."""
+    weights = per_demonstration(icl_weights(icl, training), training)
+    return _random_recall(weights, training.used_top_examples, example, "recall examples")
+
+
+@metric("kendall_tokens_random", settings=("icl",), needs=("training", "example"))
+def kendall_tokens_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Similarity:
+    """tau-b(ICL token weights, uniform random weights); expectation 0."""
+    weights = icl_weights(icl, training)
+    return kendall(weights, uniform(example, tuple(weights.shape[1:]), "kendall tokens"))
+
+
+@metric("kendall_examples_random", settings=("icl",), needs=("training", "example"))
+def kendall_examples_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Similarity:
+    """tau-b(ICL demonstration weights, uniform random weights); expectation 0."""
+    weights = per_demonstration(icl_weights(icl, training), training)
+    return kendall(weights, uniform(example, tuple(weights.shape[1:]), "kendall examples"))
+
+
+def _weights(scores: Tensor) -> Tensor:
+    return scores.double().softmax(-1).float()
+
+
+def _random_recall(weights: Tensor, k: int, example: Tensor, stream: str) -> Tensor:
+    """(n, L, T) -> (n, L): how many of k indices drawn with replacement are among the k largest weights, over k."""
+    layers, size = weights.shape[1:]
+    drawn = (uniform(example, (layers, k), stream) * size).long()  # (n, L, k)
+    return top_k(weights, k).gather(-1, drawn).double().mean(-1)
