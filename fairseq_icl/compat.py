@@ -8,6 +8,7 @@ import argparse
 import collections
 import sys
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +27,30 @@ def apply() -> None:
     if getattr(apply, "done", False):
         return
     apply.done = True
+    silence_warnings_about_fairseq()
     allow_checkpoint_classes()
     show_plugin_in_help()
     honour_flags_in_validate()
     gather_without_cuda()
+
+
+def silence_warnings_about_fairseq() -> None:
+    """Hide warnings that fairseq 0.12 raises against newer hydra and torch: the user can do nothing about them.
+
+    They would bury our own one-line errors. Each pattern names one known message; others still show.
+    """
+    for message in (
+        r"hydra\.experimental\.",
+        r"\s*The version_base parameter is not specified",
+        r".*Usage of deprecated keyword in package header",
+        r"\s*'config' is validated against ConfigStore schema",
+        r"\s*The strict flag in the compose API is deprecated",
+        r".*torch\.cuda\.amp\.autocast",
+        r"'pin_memory' argument is set as true but no accelerator is found",
+        r"Support for mismatched key_padding_mask and attn_mask is deprecated",
+        r"`torch\.jit\.script` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def allow_checkpoint_classes() -> None:

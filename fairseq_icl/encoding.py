@@ -15,6 +15,12 @@ from fairseq_icl.prompts.tokens import Encode
 KNOWN_SHARE = 0.9
 """Share of a tokenizer's pieces that its own dictionary must hold; another model's holds far fewer."""
 
+TOKENIZER_FILES = {
+    "gpt2": {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"},
+    "sentencepiece": {"sentencepiece_model": "sentencepiece.bpe.model"},
+}
+"""The flags of fairseq's tokenizers and the names their files have beside a published checkpoint."""
+
 
 def line_encoder(dictionary: Dictionary, bpe: Any | None) -> Encode:
     """line -> ids of its pieces in the dictionary, without EOS; without `bpe` the pieces are its words.

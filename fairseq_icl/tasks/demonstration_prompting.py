@@ -12,7 +12,7 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_icl.checkpoints import BASE_REFERENCE, language_model_config, read_checkpoint, sha256_of
-from fairseq_icl.encoding import line_encoder, load_bpe, load_dictionary
+from fairseq_icl.encoding import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
 from fairseq_icl.errors import UserError
 from fairseq_icl.gradients import GradientControl
 from fairseq_icl.models.linearized_lm import LinearizedLM
@@ -184,12 +184,8 @@ class DemonstrationPromptingTask(FairseqTask):
 
 def tokenizer_of(cfg: DemonstrationPromptingConfig) -> Any | None:
     """fairseq's tokenizer `--bpe` with its files, which are looked for beside the checkpoint; None without a name."""
-    defaults = {
-        "gpt2": {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"},
-        "sentencepiece": {"sentencepiece_model": "sentencepiece.bpe.model"},
-    }.get(cfg.bpe, {})
-    folder = Path(cfg.base_model).parent
-    return load_bpe(cfg.bpe, **{flag: str(cfg[flag] or folder / name) for flag, name in defaults.items()})
+    folder, files = Path(cfg.base_model).parent, TOKENIZER_FILES.get(cfg.bpe, {})
+    return load_bpe(cfg.bpe, **{flag: str(cfg[flag] or folder / name) for flag, name in files.items()})
 
 
 def freeze_all_but(model: BaseFairseqModel, parts: str, *, biases: bool) -> None:

@@ -1,0 +1,10 @@
+"""One small world for all tests of the commands."""
+
+import pytest
+
+from tests.world import World, make_world
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world") / "w")
