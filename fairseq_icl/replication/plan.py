@@ -1,0 +1,178 @@
+"""Experiment configuration -> the cells to run, in a fixed order, grouped so that neighbours share model and data."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
+from fairseq_icl.reading import CHOICES, Reading
+from fairseq_icl.replication.cells import Cell, Settings
+from fairseq_icl.replication.methods import get_method
+
+PERMUTATIONS = 5
+"""The authors draw five permutations (PROTOCOL 2.5)."""
+INITS = ("pretrained", "untrained", "trained-embeddings", "layer-norms")
+VARIABLE = ("num_demonstrations", "lr", "lr_scale", "clip_norm", "layer_clip", "layer_clip_value", "switch_labels")
+VARIABLE += ("switch_fraction", "switch_seed", "train_parameters", "reading", *CHOICES)
+"""Settings that a variant may change."""
+SKIP_KEYS = ("init", "method", "dataset", "variant", "not_variant")
+BLANK_PAPER: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a paper (or the user) says about one dataset."""
+
+    num_demonstrations: int
+    runs: tuple[tuple[int, int], ...]
+    """(seed, permutation) of each run."""
+    learning_rate: float | Mapping[str, float] | None
+
+
+def expand(config: Mapping[str, Any]) -> list[Cell]:
+    """All cells of a run. `config` is the composed configuration as plain containers."""
+    methods, inits, names = (_words(config[key], key) for key in ("method", "init", "datasets"))
+    for method in methods:
+        get_method(method)
+    for init in inits:
+        if init not in INITS:
+            raise UserError(f"init={init}: unknown; choose from {', '.join(INITS)}")
+    if not names:
+        raise UserError("dataset=[]: no dataset to run; name some, e.g. dataset=[sst2,mr]")
+    variants = _variants(config)
+    rules = [_rule(rule) for rule in config["skip"]]
+    cells: list[Cell] = []
+    for init, name in itertools.product(inits, names):
+        facts = _facts(load_spec(name), config)
+        for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
+            place = {"init": init, "method": method, "dataset": name, "variant": variant}
+            if any(_matches(rule, place) for rule in rules):
+                continue
+            settings = _settings({**config, **changes}, facts, method)
+            cells.append(Cell(config["model"]["name"], init, name, seed, permutation, method, variant, settings))
+    if not cells:
+        raise UserError("the plan is empty: `skip` leaves nothing of the chosen dataset, method and init")
+    return cells
+
+
+def _words(value: Any, key: str) -> list[str]:
+    words = [value] if isinstance(value, str) else list(value or [])
+    if not all(isinstance(word, str) and word for word in words):
+        raise UserError(f"{key}={value}: expected a name or a list of names")
+    return list(dict.fromkeys(words))
+
+
+def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Variant name -> the settings it changes, the plain run ("") first."""
+    variants: dict[str, dict[str, Any]] = {"": {}} if config["plain"] else {}
+    if config["audit"]:
+        variants |= {f"{name}={value}": {name: value} for name, value in _differences()}
+        variants["reading=paper"] = {"reading": "paper"}
+    variants |= {name: dict(changes) for name, changes in config["variants"].items()}
+    if config["vary"]:
+        keys = list(config["vary"])
+        for values in itertools.product(*(_as_list(config["vary"][key]) for key in keys)):
+            changes = dict(zip(keys, values, strict=True))
+            variants[" ".join(f"{key}={_short(value)}" for key, value in changes.items())] = changes
+    for name, changes in variants.items():
+        for key in changes:
+            if key not in VARIABLE:
+                raise UserError(f"variant {name}: {key} cannot be varied; choose from {', '.join(VARIABLE)}")
+    return variants
+
+
+def _differences() -> Iterator[tuple[str, str]]:
+    """Every departure from the authors' reading: (difference, value)."""
+    authors = Reading()
+    for field in fields(Reading):
+        for value in CHOICES[field.name]:
+            if value != getattr(authors, field.name):
+                yield field.name, value
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rule(rule: Mapping[str, Any]) -> dict[str, list[str]]:
+    unknown = [key for key in rule if key not in SKIP_KEYS]
+    if unknown:
+        raise UserError(f"skip: unknown key {unknown[0]}; use {', '.join(SKIP_KEYS)}")
+    return {key: [str(word) for word in _as_list(value)] for key, value in rule.items()}
+
+
+def _matches(rule: Mapping[str, list[str]], place: Mapping[str, str]) -> bool:
+    return all(
+        place["variant"] not in words if key == "not_variant" else place[key] in words for key, words in rule.items()
+    )
+
+
+def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
+    """k, runs and learning rate: the command line's, else the paper's for this model, else the paper's."""
+    by_model = config["published_settings"] or {}
+    of_model = by_model.get(config["model"]["name"]) or next(iter(by_model.values()), {})
+    said = dict(spec.papers.get(config["paper"], BLANK_PAPER)) | dict(of_model.get(spec.name, {}))
+    k = said.get("k") if config["num_demonstrations"] is None else config["num_demonstrations"]
+    varied = {*config["vary"], *(key for changes in config["variants"].values() for key in changes)}
+    if k is None and "num_demonstrations" not in varied:
+        raise UserError(f"{spec.name}: no number of demonstrations in {config['paper']}; give num_demonstrations=K")
+    return Facts(k or 0, _runs(spec.name, said, config), said.get("learning_rate"))
+
+
+def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The (seed, permutation) pairs; a seed of the paper keeps the permutation the paper ties it to."""
+    seeds = list(said.get("seeds", []))
+    tied = dict(zip(seeds, said.get("permutations", []), strict=False))
+    wanted = config["seed"]
+    if wanted is None or wanted == "first":
+        if not seeds:
+            raise UserError(f"{name}: no seeds in {config['paper']}; give seed=[1,2,3]")
+        wanted = seeds[:1] if wanted == "first" else seeds
+    if not all(isinstance(seed, int) for seed in _as_list(wanted)):
+        raise UserError(f"seed={wanted}: expected a whole number or a list of them")
+    runs = []
+    for place, seed in enumerate(dict.fromkeys(_as_list(wanted))):
+        free = place % PERMUTATIONS if len(set(tied.values())) > 1 else 0
+        for permutation in _as_list(tied.get(seed, free) if config["permutation"] is None else config["permutation"]):
+            runs.append((seed, permutation))
+    return tuple(runs)
+
+
+def _settings(config: Mapping[str, Any], facts: Facts, method: str) -> Settings:
+    """The settings of one cell: the configuration with a variant's changes already put over it."""
+    overrides = {name: config[name] for name in CHOICES}
+    try:
+        reading = Reading.of(config["reading"], **overrides)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    trains = get_method(method).trains or get_method(method).compares
+    # Every variant may bring its own k; facts give the paper's.
+    k = facts.num_demonstrations if config["num_demonstrations"] is None else config["num_demonstrations"]
+    return Settings(
+        num_demonstrations=k,
+        learning_rate=_learning_rate(config, facts, method) if trains else None,
+        limit=config["limit"],
+        clip_norm=float(config["clip_norm"]) if trains else 0.0,
+        layer_clip=config["layer_clip"] if trains else "none",
+        layer_clip_value=None if config["layer_clip_value"] is None else str(config["layer_clip_value"]),
+        switch_labels=config["switch_labels"],
+        switch_fraction=float(config["switch_fraction"]),
+        switch_seed=config["switch_seed"],
+        train_parameters=config["train_parameters"],
+        reading=reading,
+    )
+
+
+def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> float:
+    rate = facts.learning_rate if config["lr"] is None else config["lr"]
+    if isinstance(rate, Mapping):
+        rate = rate.get(method)
+    if rate is None:
+        raise UserError(f"no learning rate for method {method} in {config['paper']}; give lr=RATE")
+    return float(rate) * config["lr_scale"]

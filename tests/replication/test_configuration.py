@@ -1,0 +1,62 @@
+"""Overrides as people type them, and what Hydra makes of them."""
+
+import pytest
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.replication.configuration import FOLDER, compose_configuration, first_of_each, friendly
+
+
+def test_bare_lists_and_checkpoint_paths_are_understood():
+    typed = ["seed=1,2,3", "dataset=sst2,mr", "lr=0.1", "model=/some where/model.pt", "out=a,b"]
+    assert friendly(typed, sweep=False) == [
+        "seed=[1,2,3]",
+        "datasets=[sst2,mr]",
+        "lr=0.1",
+        "model=checkpoint",
+        "model.path='/some where/model.pt'",
+        "out='a,b'",
+    ]
+
+
+def test_a_sweep_keeps_commas():
+    assert friendly(["seed=1,2", "model=125m,355m"], sweep=True) == ["seed=1,2", "model=125m,355m"]
+    assert first_of_each(["seed=3,4", "method=[gd,lcgd]"]) == ["seed=3", "method=[gd,lcgd]"]
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_composes_under_its_own_name(path):
+    assert compose_configuration([f"experiment={path.stem}", "data=."])["name"] == path.stem
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "model").glob("*[0-9][mb].yaml")), ids=lambda path: path.stem)
+def test_every_size_composes_under_its_own_name(path):
+    config = compose_configuration(["experiment=audit", f"model={path.stem}", "data=."])
+    assert config["model"]["name"] == path.stem
+    assert config["model"]["shape"]["width"] % config["model"]["shape"]["heads"] == 0
+
+
+def test_the_command_line_wins_over_the_experiment():
+    config = compose_configuration(["experiment=demo", "model=125m", "data=.", "reading=paper", "position=gold"])
+    assert (config["model"]["name"], config["reading"], config["position"]) == ("125m", "paper", "gold")
+
+
+def test_a_checkpoint_is_named_after_its_folder(tmp_path):
+    path = tmp_path / "mine" / "model.pt"
+    config = compose_configuration(friendly(["experiment=audit", f"model={path}", "data=."], sweep=False))
+    assert config["model"]["name"] == "mine"
+    assert config["model"]["path"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment=nix", "data=."], "Could not find 'experiment/nix'"),
+        (["experiment=audit"], "data is missing"),
+        (["experiment=audit", "data=.", "foo=1"], "foo"),
+        (["experiment=audit", "data=.", "seed=["], "no viable alternative"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(overrides, message):
+    with pytest.raises(UserError, match=message) as caught:
+        compose_configuration(overrides)
+    assert "\n" not in str(caught.value)

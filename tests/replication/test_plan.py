@@ -1,0 +1,137 @@
+"""Configuration -> cells."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.reading import CHOICES, Reading
+from fairseq_icl.replication.cells import cell_from, key_of, observed
+from fairseq_icl.replication.configuration import compose_configuration, friendly
+from fairseq_icl.replication.plan import expand
+
+
+def plan(*overrides: str):
+    return expand(compose_configuration(friendly(["data=.", "model=1.3b", *overrides], sweep=False)))
+
+
+def test_deutch2024_has_the_papers_runs():
+    cells = plan("experiment=deutch2024")
+    runs = {(c.dataset, c.seed, c.permutation, c.settings.learning_rate) for c in cells}
+    assert {("sst2", 2, 0, 0.0005), ("mr", 6, 1, 0.003), ("cb", 5, 2, 0.08)} <= runs
+    assert len(runs) == 18
+    assert Counter((c.init, c.method) for c in cells) == {
+        ("pretrained", "gd"): 18,
+        ("pretrained", "lcgd"): 18,
+        ("pretrained", "alpha"): 18,
+        ("trained-embeddings", "gd"): 15,
+        ("layer-norms", "gd"): 15,
+    }
+    assert not [c for c in cells if c.init != "pretrained" and c.dataset == "agnews"]
+    assert all(c.settings.num_demonstrations == 32 for c in cells)
+
+
+def test_dai2023_has_the_papers_settings_for_each_size():
+    small = {c.dataset: c for c in plan("experiment=dai2023")}
+    large = {c.dataset: c for c in plan("experiment=dai2023", "model=2.7b")}
+    assert [small["sst2"].seed, large["sst2"].seed, large["mr"].seed] == [2, 7, 1]
+    assert [small["cb"].settings.learning_rate, large["cb"].settings.learning_rate] == [0.08, 0.01]
+    assert [small[name].settings.num_demonstrations for name in ("cb", "agnews", "mr")] == [19, 22, 32]
+    assert {c.permutation for c in small.values()} == {0}
+
+
+def test_audit_switches_every_difference_alone_and_all_together():
+    cells = plan("experiment=audit", "dataset=[sst2]", "seed=2", "method=gd")
+    trained = {c.variant: c.settings.reading for c in cells if c.init == "pretrained"}
+    authors = Reading()
+    single = {name: sum(1 for c in CHOICES[name]) - 1 for name in CHOICES if name != "final_norm"}
+    assert len(trained) == sum(single.values()) + 2
+    assert trained["reading=paper"] == Reading.of("paper")
+    for variant, reading in trained.items():
+        if variant not in ("", "reading=paper"):
+            name, value = variant.split("=")
+            assert reading == replace(authors, **{name: value})
+    untrained = {c.variant for c in cells if c.init == "trained-embeddings"}
+    assert untrained == {"", "final_norm=kept", "reading=paper"}
+
+
+def test_label_switching_and_clipping_vary_what_they_say():
+    switching = {c.variant for c in plan("experiment=label_switching", "dataset=[sst2]")}
+    assert "switch_labels=both switch_fraction=0.5" in switching
+    assert len(switching) == 13
+    clipping = {(c.method, c.variant): c.settings for c in plan("experiment=clipping")}
+    assert clipping["lcgd", "clip_norm=12"].clip_norm == 12
+    assert clipping["lcgd", "layer_clip=gd"].layer_clip_value == "gd"
+    assert ("gd", "layer_clip=gd") not in clipping
+
+
+def test_variants_may_bring_their_own_k():
+    cells = plan("experiment=shots", "dataset=[sst2]", "seed=9")
+    assert [c.settings.num_demonstrations for c in cells] == [1, 2, 4, 8, 16, 32]
+    assert {c.settings.learning_rate for c in cells} == {None}
+
+
+def test_overrides_choose_parts_and_keep_the_papers_permutations():
+    cells = plan("experiment=deutch2024", "dataset=[mr]", "seed=[7,5,11]", "method=lcgd", "lr=0.5", "lr_scale=0.1")
+    assert [(c.seed, c.permutation) for c in cells] == [(7, 2), (5, 0), (11, 2)]
+    assert {c.settings.learning_rate for c in cells} == {0.05}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dataset=[sst3]"], "sst3.*did you mean"),
+        (["method=lgcd"], "did you mean lcgd"),
+        (["init=random"], "choose from pretrained"),
+        (["dataset=[trec]"], "no number of demonstrations"),
+        (["dataset=[trec]", "num_demonstrations=4"], "give seed="),
+        (["dataset=[trec]", "num_demonstrations=4", "seed=1"], "give lr="),
+        (["dataset=[]"], "no dataset"),
+        (["position=last"], "option0, query, gold"),
+        (["init=layer-norms", "method=alpha"], "plan is empty"),
+        (["vary={limit:[1]}"], "limit cannot be varied"),
+        (["skip=[{seed:1}]"], "unknown key seed"),
+    ],
+)
+def test_mistakes_are_explained(overrides, message):
+    with pytest.raises(UserError, match=message):
+        plan("experiment=deutch2024", *overrides)
+
+
+def test_keys_follow_what_determines_a_cell_and_nothing_else():
+    cell = plan("experiment=deutch2024", "dataset=[sst2]")[0]
+    key = key_of(cell.configuration(), {"model": "a"})
+    assert key == key_of(replace(cell, variant="other name").configuration(), {"model": "a"})
+    assert key != key_of(cell.configuration(), {"model": "b"})
+    assert key != key_of(replace(cell, seed=9).configuration(), {"model": "a"})
+    assert cell_from(cell.configuration()) == cell
+
+
+def test_observations_are_shared_by_what_cannot_change_them():
+    gd, lcgd, alpha, *_ = plan("experiment=deutch2024", "dataset=[sst2]")
+    assert observed(gd, "zsl") == observed(lcgd, "zsl") == observed(alpha, "zsl")
+    assert observed(gd, "icl") == observed(lcgd, "icl")
+    assert observed(gd, "ft") != observed(lcgd, "ft")
+    seeds = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.init == "pretrained"]
+    assert len({observed(c, "zsl") for c in seeds}) == 1
+    assert len({observed(c, "icl") for c in seeds}) == 3
+    untrained = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.init == "layer-norms"]
+    assert len({observed(c, "zsl") for c in untrained}) == 3
+
+
+def test_audit_shares_all_that_a_difference_leaves_alone():
+    cells = plan("experiment=audit", "dataset=[sst2]", "seed=2", "method=gd", "init=pretrained")
+    icl = {}
+    for cell in cells:
+        icl.setdefault(observed(cell, "icl"), []).append(cell.variant)
+    assert sorted(map(len, icl.values()), reverse=True)[0] == len(cells) - 4  # position twice, permutation_zero, paper
+    ft = {observed(cell, "ft") for cell in cells}
+    assert len(ft) == len(cells) - 2  # random_update and attention_similarity change metrics only
+
+
+def test_switched_labels_of_fine_tuning_leave_icl_alone():
+    cells = plan("experiment=label_switching", "dataset=[sst2]", "seed=2", "method=gd")
+    by_variant = {c.variant: observed(c, "icl") for c in cells}
+    assert by_variant["switch_labels=finetuning switch_fraction=1"] == by_variant[""]
+    assert by_variant["switch_labels=both switch_fraction=1"] != by_variant[""]
