@@ -31,12 +31,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         # Checkpoints older than torch 1.6 are not zip files and cannot be mapped.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[-1 if "Unsupported" not in str(error) else 0]
         raise UserError(
             f"{path}: refused: it is not a plain checkpoint (corrupt, or it asks to run code of its own); "
-            f"use the original file of the model [{_offender(error) or reason}]"
+            f"use the original file of the model [{_offender(error)}]"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged pickle can make the unpickler stumble in any way
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{path}: truncated or corrupt checkpoint; download or copy it again [{reason}]") from error
     if not isinstance(state, dict) or "model" not in state:
@@ -44,10 +43,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return state
 
 
-def _offender(error: Exception) -> str | None:
-    """The name of the class a refused pickle asked for, as torch's message gives it."""
-    words = str(error).split("GLOBAL ")
-    return f"asked for {words[1].split()[0]}" if len(words) > 1 else None
+def _offender(error: Exception) -> str:
+    """What a refused pickle asked for, as torch's message tells it."""
+    text = " ".join(str(error).split())
+    return "asked for " + text.split("GLOBAL ")[1].split()[0] if "GLOBAL " in text else text[:100]
 
 
 def sha256_of(path: str | Path) -> str:

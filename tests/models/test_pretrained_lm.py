@@ -1,0 +1,146 @@
+"""Architecture and weights come from the checkpoint; what learns is remembered and can be taken back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+
+import fairseq_icl  # noqa: F401
+from fairseq_icl.checkpoints import read_checkpoint
+from fairseq_icl.encoding import load_dictionary
+from fairseq_icl.errors import UserError
+from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
+from fairseq_icl.tasks.demonstration_prompting import freeze_all_but
+from tests.world import World, make_world, save_model
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("pretrained") / "w")
+
+
+@pytest.fixture(scope="module")
+def dictionary(world: World) -> Dictionary:
+    return load_dictionary(world.dictionary)
+
+
+def logits(decoder: torch.nn.Module) -> torch.Tensor:
+    return decoder.eval()(torch.tensor([[0, 5, 6, 7]]))[0]
+
+
+def test_args_and_cfg_checkpoints_give_the_same_model(world: World, dictionary: Dictionary, tmp_path: Path):
+    save_model(tmp_path / "cfg.pt", dictionary, style="cfg")
+    assert torch.equal(
+        logits(load_decoder(world.model, dictionary)), logits(load_decoder(tmp_path / "cfg.pt", dictionary))
+    )
+
+
+def test_half_precision_file_is_loaded_in_single_precision(world: World, dictionary: Dictionary, tmp_path: Path):
+    state = dict(read_checkpoint(world.model))
+    state["model"] = {name: tensor.half() for name, tensor in state["model"].items()}
+    torch.save(state, tmp_path / "half.pt")
+    decoder = load_decoder(tmp_path / "half.pt", dictionary)
+    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
+    assert torch.allclose(logits(decoder), logits(load_decoder(world.model, dictionary)), atol=1e-2)
+
+
+def test_missing_version_marker_does_not_lose_the_final_norm(world: World, dictionary: Dictionary, tmp_path: Path):
+    state = dict(read_checkpoint(world.model))
+    state["model"] = {name: tensor for name, tensor in state["model"].items() if name != "decoder.version"}
+    torch.save(state, tmp_path / "unmarked.pt")
+    assert torch.equal(
+        logits(load_decoder(tmp_path / "unmarked.pt", dictionary)), logits(load_decoder(world.model, dictionary))
+    )
+
+
+@pytest.mark.parametrize(
+    ("init", "kept"),
+    [
+        ("untrained", set()),
+        ("layer-norms", {"self_attn_layer_norm", "final_layer_norm"}),
+        ("trained-embeddings", {"self_attn_layer_norm", "final_layer_norm", "embed_tokens", "output_projection"}),
+    ],
+)
+def test_baselines_keep_exactly_the_named_parts(world: World, dictionary: Dictionary, init: str, kept: set[str]):
+    original = load_decoder(world.model, dictionary).state_dict()
+    decoder = load_decoder(world.model, dictionary, init=init, final_norm="lost", seed=4)
+    for name, tensor in decoder.state_dict().items():
+        if name != "version" and "_float_tensor" not in name:
+            part = name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
+            assert torch.equal(tensor, original[name]) == (part in kept), name
+    assert (decoder.layer_norm is None) == (init != "untrained")
+
+
+def test_final_norm_of_a_baseline_can_be_kept(world: World, dictionary: Dictionary):
+    decoder = load_decoder(world.model, dictionary, init="layer-norms", final_norm="kept")
+    assert torch.equal(decoder.layer_norm.weight, load_decoder(world.model, dictionary).layer_norm.weight)
+
+
+def test_random_weights_follow_the_seed_and_leave_the_generator_alone(world: World, dictionary: Dictionary):
+    torch.manual_seed(9)
+    one = logits(load_decoder(world.model, dictionary, init="untrained", seed=1))
+    drawn = torch.rand(1)
+    two = logits(load_decoder(world.model, dictionary, init="untrained", seed=1))
+    three = logits(load_decoder(world.model, dictionary, init="untrained", seed=2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, three)
+    torch.manual_seed(9)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_only_keys_and_values_learn_by_default(world: World, dictionary: Dictionary):
+    model = PretrainedLM(load_decoder(world.model, dictionary))
+    freeze_all_but(model, "self_attn.k_proj,self_attn.v_proj", biases=True)
+    assert {name.split("self_attn.")[1] for name in model.trained_names} == {
+        f"{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")
+    }
+    freeze_all_but(model, "self_attn.k_proj", biases=False)
+    assert {name.split("self_attn.")[1] for name in model.trained_names} == {"k_proj.weight"}
+    with pytest.raises(UserError, match="no parameter of the model has such a name"):
+        freeze_all_but(model, "x_proj", biases=True)
+
+
+def test_trained_part_alone_is_saved_and_comes_back_over_the_base(world: World, dictionary: Dictionary):
+    model = PretrainedLM(load_decoder(world.model, dictionary))
+    freeze_all_but(model, "self_attn.v_proj", biases=True)
+    base = logits(model.decoder)
+    model.keep_base()
+    with torch.no_grad():
+        for name in model.trained_names:
+            model.get_parameter(name).add_(0.5)
+    trained = logits(model.decoder)
+    state = model.state_dict()
+    assert set(state) == set(model.trained_names)
+
+    other = PretrainedLM(load_decoder(world.model, dictionary))
+    freeze_all_but(other, "self_attn.v_proj", biases=True)
+    other.load_state_dict(state)
+    assert torch.equal(logits(other.decoder), trained)
+    with other.base_weights():
+        assert torch.equal(logits(other.decoder), base)
+    assert torch.equal(logits(other.decoder), trained)
+    model.reset_to_base()
+    assert torch.equal(logits(model.decoder), base)
+
+
+def test_wrong_dictionary_is_explained(world: World):
+    with pytest.raises(UserError, match=r"model has 48 token embeddings, but the dictionary has 4 symbols"):
+        load_decoder(world.model, Dictionary())
+
+
+def test_weights_that_are_not_numbers_are_named(world: World, dictionary: Dictionary, tmp_path: Path):
+    state = dict(read_checkpoint(world.model))
+    state["model"] = {name: tensor.clone() for name, tensor in state["model"].items()}
+    state["model"]["decoder.layers.1.fc1.weight"][0, 0] = float("nan")
+    torch.save(state, tmp_path / "nan.pt")
+    with pytest.raises(UserError, match=r"decoder\.layers\.1\.fc1\.weight holds NaN or infinite weights"):
+        load_decoder(tmp_path / "nan.pt", dictionary)
+
+
+def test_missing_weights_are_named(world: World, dictionary: Dictionary, tmp_path: Path):
+    state = dict(read_checkpoint(world.model))
+    state["model"] = {name: tensor for name, tensor in state["model"].items() if "layers.2.fc2" not in name}
+    torch.save(state, tmp_path / "missing.pt")
+    with pytest.raises(UserError, match=r"missing: layers\.2\.fc2\.bias and 1 more"):
+        load_decoder(tmp_path / "missing.pt", dictionary)
