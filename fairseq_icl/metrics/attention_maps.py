@@ -3,8 +3,9 @@
 m = scores of the observed position over the query tokens, before the softmax: (n, L, H, Q), left-padded with zeros,
 which add nothing to a cosine. Cosines are per head, then averaged over heads: (n, L).
 
-The authors compare the scores. The `_softmax` versions compare probabilities: the softmax over the query tokens alone,
-that is, attention renormalised after leaving out BOS and the demonstrations.
+The authors compare the scores (`_scores`). The `_softmax` versions compare probabilities: the softmax over the query
+tokens alone, that is, attention renormalised after leaving out BOS and the demonstrations. The plain names
+(`sim_am_delta`, ...) stand for one or the other by the reading's `attention_similarity`.
 """
 
 import torch
@@ -17,7 +18,7 @@ from fairseq_icl.metrics.registry import Observation, Similarity, metric
 REGISTER = 16  # float32 numbers in the widest vector register
 
 
-@metric("sim_am_before", settings=("zsl", "icl"))
+@metric("sim_am_before_scores", settings=("zsl", "icl"))
 def sim_am_before(zsl: Observation, icl: Observation, softmax: bool = False) -> Similarity:
     """cos(m_icl, m_zsl): the first paper's SimAM before fine-tuning."""
     return mean_over_heads(cosine(_row(icl, softmax), _row(zsl, softmax)))
@@ -29,7 +30,7 @@ def sim_am_before_softmax(zsl: Observation, icl: Observation) -> Similarity:
     return sim_am_before(zsl, icl, softmax=True)
 
 
-@metric("sim_am_after", settings=("icl", "ft"))
+@metric("sim_am_after_scores", settings=("icl", "ft"))
 def sim_am_after(icl: Observation, ft: Observation, softmax: bool = False) -> Similarity:
     """cos(m_icl, m_ft): the first paper's SimAM (after fine-tuning)."""
     return mean_over_heads(cosine(_row(icl, softmax), _row(ft, softmax)))
@@ -41,7 +42,7 @@ def sim_am_after_softmax(icl: Observation, ft: Observation) -> Similarity:
     return sim_am_after(icl, ft, softmax=True)
 
 
-@metric("sim_am_delta")
+@metric("sim_am_delta_scores")
 def sim_am_delta(zsl: Observation, icl: Observation, ft: Observation, softmax: bool = False) -> Similarity:
     """cos(m_icl - m_zsl, m_ft - m_zsl): the second paper's SimAM, free of what both share with zero-shot."""
     before = _row(zsl, softmax)
@@ -54,10 +55,16 @@ def sim_am_delta_softmax(zsl: Observation, icl: Observation, ft: Observation) ->
     return sim_am_delta(zsl, icl, ft, softmax=True)
 
 
-@metric("alpha", settings=("zsl", "ft"), needs=("other_ft",))
-def alpha(zsl: Observation, ft: Observation, other_ft: Observation) -> Similarity:
+@metric("alpha_scores", settings=("zsl", "ft"), needs=("other_ft",))
+def alpha(zsl: Observation, ft: Observation, other_ft: Observation, softmax: bool = False) -> Similarity:
     """cos(m_ft - m_zsl, m_other - m_zsl): SimAM_delta between two fine-tuning methods, e.g. gd and lcgd."""
-    return sim_am_delta(zsl, other_ft, ft)
+    return sim_am_delta(zsl, other_ft, ft, softmax)
+
+
+@metric("alpha_softmax", settings=("zsl", "ft"), needs=("other_ft",))
+def alpha_softmax(zsl: Observation, ft: Observation, other_ft: Observation) -> Similarity:
+    """cos(p_ft - p_zsl, p_other - p_zsl), p = softmax m"""
+    return alpha(zsl, ft, other_ft, softmax=True)
 
 
 def _row(observation: Observation, softmax: bool) -> Tensor:

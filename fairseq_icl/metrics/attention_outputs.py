@@ -41,16 +41,16 @@ def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normal
     return cosine(_state(icl, normalize) - _state(zsl, normalize), update)
 
 
-@metric("sim_aou_random", settings=("zsl", "icl"), needs=("example",))
-def sim_aou_random(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
+@metric("sim_aou_random_uniform", settings=("zsl", "icl"), needs=("example",))
+def sim_aou_random_uniform(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
     """cos(h_icl - h_zsl, r), r uniform on [0, 1): the authors' baseline, all positive and so near (1, ..., 1)."""
     return sim_aou_of_update(zsl, icl, uniform(example, _shape(zsl), "update"), normalize)
 
 
-@metric("sim_aou_norm_random", settings=("zsl", "icl"), needs=("example",))
-def sim_aou_norm_random(zsl: Observation, icl: Observation, example: Tensor) -> Similarity:
-    """`sim_aou_random` on normalised states."""
-    return sim_aou_random(zsl, icl, example, normalize=True)
+@metric("sim_aou_norm_random_uniform", settings=("zsl", "icl"), needs=("example",))
+def sim_aou_norm_random_uniform(zsl: Observation, icl: Observation, example: Tensor) -> Similarity:
+    """`sim_aou_random_uniform` on normalised states."""
+    return sim_aou_random_uniform(zsl, icl, example, normalize=True)
 
 
 @metric("sim_aou_random_gaussian", settings=("zsl", "icl"), needs=("example",))
@@ -69,9 +69,10 @@ def sim_aou_norm_random_gaussian(zsl: Observation, icl: Observation, example: Te
 def sim_aou_random_matched(
     zsl: Observation, icl: Observation, ft: Observation, example: Tensor, normalize: bool = False
 ) -> Similarity:
-    """SimAOU of two unrelated updates as long as the true ones: u = |h_icl - h_zsl| g1/|g1|, v = |h_ft - h_zsl| g2/|g2|.
+    """cos(u, v), two unrelated updates as long as the true ones: u = |h_icl - h_zsl| g/|g|, v = |h_ft - h_zsl| g'/|g'|.
 
-    What remains of a similarity when the lengths of the updates are kept and their directions are random.
+    g and g' are independent standard normal vectors. This is what remains of a similarity when the lengths of the
+    updates are kept and their directions are random.
     """
     before = zsl.attention_output.double()  # (n, L, d)
     u = _length(icl.attention_output - before) * unit(gaussian(example, _shape(zsl), "matched icl"))
@@ -88,7 +89,7 @@ def sim_aou_norm_random_matched(zsl: Observation, icl: Observation, ft: Observat
 
 
 def unrelated_sim_aou_norm(icl_growth: Tensor, ft_growth: Tensor) -> Tensor:
-    """sqrt((1 - 1/g_icl)(1 - 1/g_ft)) / 2 with g = |h| / |h_zsl| >= 1: SimAOU_norm of orthogonal updates (see above)."""
+    """sqrt((1 - 1/g_icl)(1 - 1/g_ft)) / 2 with g = |h| / |h_zsl| >= 1: SimAOU_norm of orthogonal updates."""
     return torch.sqrt((1 - 1 / icl_growth) * (1 - 1 / ft_growth)) / 2
 
 

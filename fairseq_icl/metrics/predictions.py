@@ -57,7 +57,7 @@ def rpa_incorrect(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
 
 
 def f2t(zsl: Observation, icl: Observation, ft: Observation) -> Tensor:
-    """Examples wrong under ZSL and right under both ICL and FT ("false to true"), the first paper's subset. (n,) bool"""
+    """Examples wrong under ZSL and right under ICL and FT ("false to true"), the first paper's subset. (n,) bool"""
     return _mended(zsl, icl) & _mended(zsl, ft)
 
 

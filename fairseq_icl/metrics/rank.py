@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fairseq_icl.metrics.registry import Similarity
 
-PAIRS_AT_ONCE = 1 << 24  # comparisons that `_inversions` holds in memory, one byte each
+PAIRS_AT_ONCE = 1 << 20  # comparisons that `_inversions` holds at a time, one byte each: what a cache takes
 
 
 def top_k_recall(reference: Tensor, other: Tensor, k: int) -> Tensor:

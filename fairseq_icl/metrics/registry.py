@@ -17,10 +17,11 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.reading import Reading
 
 ENTRY_POINT_GROUP = "fairseq_icl.metrics"
 SETTINGS = ("zsl", "icl", "ft")
-EXTRAS = ("example", "training", "other_ft", "weights")
+EXTRAS = ("example", "attention", "other_ft", "weights")
 
 
 class Observation(Protocol):
@@ -37,6 +38,9 @@ class Observation(Protocol):
     query_length: Tensor  # (n,) how many entries of a row are query tokens
     context_row: Tensor | None  # (n, L, P) scores over the context (ICL), summed over heads
     query_vector: Tensor  # (n, L, d) scaled query vectors, heads concatenated
+
+    def take(self, index: Tensor) -> "Observation":
+        """The chosen examples, in that order."""
 
 
 class Similarity(NamedTuple):
@@ -79,8 +83,8 @@ def metric(
     - `settings`: the observations the function takes, in order, out of zsl, icl and ft. A metric that does not take
       `ft` is also computed when a base checkpoint is scored alone.
     - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
-      `training` (`training_attention.TrainingTokens`), `other_ft` (observation of a second fine-tuned model),
-      `weights` (`weight_space.WeightUpdates`). Where one was not given to the collector the metric is left out.
+      `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
+      fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
     """
     settings, needs = tuple(settings), tuple(needs)
     for given, known in ((settings, SETTINGS), (needs, EXTRAS)):
@@ -89,6 +93,10 @@ def metric(
             raise ValueError(f"metric {name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
 
     def register(compute: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        if name in BY_READING:
+            raise ValueError(
+                f"metric {name}: this name stands for {', '.join(name + e for e in BY_READING[name][1].values())}"
+            )
         known = _metrics.get(name)
         if known is not None and _origin(known.compute) != _origin(compute):
             raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
@@ -98,18 +106,41 @@ def metric(
     return register
 
 
+ATTENTION = {"scores": "_scores", "probabilities": "_softmax"}
+RANDOM = {"uniform": "_uniform", "gaussian": "_gaussian"}
+BY_READING: dict[str, tuple[str, dict[str, str]]] = {
+    "sim_aou_random": ("random_update", RANDOM),
+    "sim_aou_norm_random": ("random_update", RANDOM),
+    "sim_am_before": ("attention_similarity", ATTENTION),
+    "sim_am_after": ("attention_similarity", ATTENTION),
+    "sim_am_delta": ("attention_similarity", ATTENTION),
+    "alpha": ("attention_similarity", ATTENTION),
+}
+"""Names that mean one of several metrics: the field of the reading that decides, and the ending for each value."""
+
+
 def metric_names() -> list[str]:
-    """Names of every registered metric in order of registration, those of installed packages last."""
+    """Every name `get_metric` knows, those of installed packages last."""
     _load_entry_points()
-    return list(_metrics)
+    return [*BY_READING, *_metrics]
 
 
-def get_metric(name: str) -> Metric:
-    """The metric of that name, or an error that lists the names."""
+def default_names(reading: Reading | None = None) -> list[str]:
+    """Every metric once: without the `_scores` and `_uniform` versions that a plain name stands for already."""
+    repeated = {get_metric(name, reading).name for name in BY_READING}
+    return [name for name in metric_names() if not (name in repeated and name.endswith(("_scores", "_uniform")))]
+
+
+def get_metric(name: str, reading: Reading | None = None) -> Metric:
+    """The metric of that name (under that reading; by default the authors'), or an error that lists the names."""
     _load_entry_points()
-    if name not in _metrics:
-        raise UserError(f"metric {name!r} is not known; choose from {', '.join(_metrics)}")
-    return _metrics[name]
+    full_name = name
+    if name in BY_READING:
+        field, endings = BY_READING[name]
+        full_name += endings[getattr(reading or Reading(), field)]
+    if full_name not in _metrics:
+        raise UserError(f"metric {name!r} is not known; choose from {', '.join(metric_names())}")
+    return _metrics[full_name]
 
 
 def _origin(compute: Callable[..., Outcome]) -> str:

@@ -49,7 +49,7 @@ class TrainingTokens:
 
         **Arguments**
         - `queries`: (L, sum of `training_lengths`, d), each training sequence with its BOS.
-        - `training_rows`, `context_rows`: dataset row of each training sequence and of each demonstration in the prompt.
+        - `training_rows`, `context_rows`: dataset row of each training sequence, of each demonstration of the prompt.
         - `context_spans`: (start, end) of each demonstration in the context, without its closing EOS.
         """
         starts = torch.tensor([0, *training_lengths]).cumsum(0)[:-1].tolist()
@@ -83,8 +83,35 @@ class TrainingTokens:
 
     @property
     def used_top_tokens(self) -> int:
-        """k of the token-level recall: `top_tokens`, or all tokens if there are fewer (the authors' code stops there)."""
+        """k of the token-level recall: `top_tokens`, or all tokens if there are fewer (the authors fail there)."""
         return min(self.top_tokens, len(self.demonstration))
+
+
+@dataclass(frozen=True)
+class TrainingAttention:
+    """Weights of n examples on the T tokens and D demonstrations, on the ICL side and on the FT side."""
+
+    example: Tensor  # (n,) position in the validation set
+    icl_tokens: Tensor  # (n, L, T)
+    ft_tokens: Tensor  # (n, L, T)
+    icl_examples: Tensor  # (n, L, D)
+    ft_examples: Tensor  # (n, L, D)
+    top_tokens: int
+    top_examples: int
+
+    @classmethod
+    def of(cls, example: Tensor, icl: Observation, ft: Observation, training: TrainingTokens) -> "TrainingAttention":
+        """Both sides of examples (n,) observed under ICL and FT."""
+        icl_tokens, ft_tokens = icl_weights(icl, training), finetuning_weights(ft, training)
+        return cls(
+            example,
+            icl_tokens,
+            ft_tokens,
+            per_demonstration(icl_tokens, training),
+            per_demonstration(ft_tokens, training),
+            training.used_top_tokens,
+            training.used_top_examples,
+        )
 
 
 def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
@@ -93,7 +120,8 @@ def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
     In the first layer a word at the same place in two demonstrations has the same query vector, so exact ties are
     common. Rounding the products to float32 keeps them ties: in float64 the order of summation would break them.
     """
-    scores = torch.einsum("nld,ltd->nlt", ft.query_vector.double(), training.queries.double())
+    layers = zip(ft.query_vector.unbind(1), training.queries, strict=True)  # (n, d), (T, d): a copy of one layer
+    scores = torch.stack([query.double() @ keys.double().T for query, keys in layers], dim=1)  # (n, L, T)
     return _weights(scores.float())
 
 
@@ -105,64 +133,60 @@ def icl_weights(icl: Observation, training: TrainingTokens) -> Tensor:
 
 
 def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
-    """Token weights added up within each demonstration: (n, L, T) -> (n, L, D)"""
+    """Token weights added up within each demonstration: (n, L, T) -> (n, L, D) float64"""
     demonstrations = int(training.demonstration.max()) + 1
     total = torch.zeros(*weights.shape[:-1], demonstrations, dtype=torch.float64, device=weights.device)
     return total.index_add_(-1, training.demonstration, weights.double())
 
 
-@metric("recall_tokens", settings=("icl", "ft"), needs=("training",))
-def recall_tokens(icl: Observation, ft: Observation, training: TrainingTokens) -> Tensor:
+@metric("recall_tokens", settings=(), needs=("attention",))
+def recall_tokens(attention: TrainingAttention) -> Tensor:
     """|top k tokens of ICL & top k tokens of FT| / k"""
-    return top_k_recall(icl_weights(icl, training), finetuning_weights(ft, training), training.used_top_tokens)
+    return top_k_recall(attention.icl_tokens, attention.ft_tokens, attention.top_tokens)
 
 
-@metric("recall_examples", settings=("icl", "ft"), needs=("training",))
-def recall_examples(icl: Observation, ft: Observation, training: TrainingTokens) -> Tensor:
+@metric("recall_examples", settings=(), needs=("attention",))
+def recall_examples(attention: TrainingAttention) -> Tensor:
     """|top k demonstrations of ICL & top k demonstrations of FT| / k"""
-    icl_side = per_demonstration(icl_weights(icl, training), training)
-    ft_side = per_demonstration(finetuning_weights(ft, training), training)
-    return top_k_recall(icl_side, ft_side, training.used_top_examples)
+    return top_k_recall(attention.icl_examples, attention.ft_examples, attention.top_examples)
 
 
-@metric("kendall_tokens", settings=("icl", "ft"), needs=("training",))
-def kendall_tokens(icl: Observation, ft: Observation, training: TrainingTokens) -> Similarity:
+@metric("kendall_tokens", settings=(), needs=("attention",))
+def kendall_tokens(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL token weights, FT token weights)"""
-    return kendall(icl_weights(icl, training), finetuning_weights(ft, training))
+    return kendall(attention.icl_tokens, attention.ft_tokens)
 
 
-@metric("kendall_examples", settings=("icl", "ft"), needs=("training",))
-def kendall_examples(icl: Observation, ft: Observation, training: TrainingTokens) -> Similarity:
+@metric("kendall_examples", settings=(), needs=("attention",))
+def kendall_examples(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL demonstration weights, FT demonstration weights)"""
-    icl_side = per_demonstration(icl_weights(icl, training), training)
-    return kendall(icl_side, per_demonstration(finetuning_weights(ft, training), training))
+    return kendall(attention.icl_examples, attention.ft_examples)
 
 
-@metric("recall_tokens_random", settings=("icl",), needs=("training", "example"))
-def recall_tokens_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Tensor:
+@metric("recall_tokens_random", settings=(), needs=("attention",))
+def recall_tokens_random(attention: TrainingAttention) -> Tensor:
     """Share of k tokens drawn with replacement that lie in the top k of ICL; expectation k / T."""
-    return _random_recall(icl_weights(icl, training), training.used_top_tokens, example, "recall tokens")
+    return _random_recall(attention.icl_tokens, attention.top_tokens, attention.example, "recall tokens")
 
 
-@metric("recall_examples_random", settings=("icl",), needs=("training", "example"))
-def recall_examples_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Tensor:
+@metric("recall_examples_random", settings=(), needs=("attention",))
+def recall_examples_random(attention: TrainingAttention) -> Tensor:
     """Share of k demonstrations drawn with replacement that lie in the top k of ICL; expectation k / D."""
-    weights = per_demonstration(icl_weights(icl, training), training)
-    return _random_recall(weights, training.used_top_examples, example, "recall examples")
+    return _random_recall(attention.icl_examples, attention.top_examples, attention.example, "recall examples")
 
 
-@metric("kendall_tokens_random", settings=("icl",), needs=("training", "example"))
-def kendall_tokens_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Similarity:
+@metric("kendall_tokens_random", settings=(), needs=("attention",))
+def kendall_tokens_random(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL token weights, uniform random weights); expectation 0."""
-    weights = icl_weights(icl, training)
-    return kendall(weights, uniform(example, tuple(weights.shape[1:]), "kendall tokens"))
+    weights = attention.icl_tokens
+    return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), "kendall tokens"))
 
 
-@metric("kendall_examples_random", settings=("icl",), needs=("training", "example"))
-def kendall_examples_random(icl: Observation, training: TrainingTokens, example: Tensor) -> Similarity:
+@metric("kendall_examples_random", settings=(), needs=("attention",))
+def kendall_examples_random(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL demonstration weights, uniform random weights); expectation 0."""
-    weights = per_demonstration(icl_weights(icl, training), training)
-    return kendall(weights, uniform(example, tuple(weights.shape[1:]), "kendall examples"))
+    weights = attention.icl_examples
+    return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), "kendall examples"))
 
 
 def _weights(scores: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""The comparison in weight space: the implicit update of ICL against the update that fine-tuning makes.
+
+Linear attention of one head, without softmax, on inputs X (tokens x width) with K = X W_K + b_K, V = X W_V + b_V:
+
+    sum_t v_t (k_t . q) = (V^T K) q        V^T K is a (head_dim x head_dim) matrix acting on the query vector q
+
+so a head *is* this matrix as far as q is concerned. Seen so, the settings differ as (first paper, section 3)
+
+    W_zsl   = V^T K                        over the tokens of the query, base weights
+    dW_icl  = V'^T K'                      added by the tokens X' of the demonstrations, base weights
+    dW_ft   = V_ft^T K_ft - V^T K          over the tokens of the query, (W_V + dW_V), (W_K + dW_K) in place of W_V, W_K
+
+dW_icl is W_V X' (W_K X')^T in the paper's notation, and dW_ft is what the changes of W_K and W_V amount to on the same
+layer inputs X. Both are compared head by head by the cosine of their entries (Frobenius inner product).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairseq_icl.metrics.cosine import cosine, mean_over_heads
+from fairseq_icl.metrics.registry import Similarity, metric
+
+
+@dataclass(frozen=True)
+class WeightUpdates:
+    """What ICL and FT add to the matrix of every head; D = head_dim."""
+
+    icl: Tensor  # (L, H, D, D), the same for all examples: it depends on the demonstrations only
+    ft: Tensor  # (n, L, H, D, D)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Key and value projections of all layers as fairseq keeps them: k = W_K x + b_K."""
+
+    key_weight: Tensor  # (L, d, d)
+    key_bias: Tensor  # (L, d)
+    value_weight: Tensor  # (L, d, d)
+    value_bias: Tensor  # (L, d)
+
+
+@metric("sim_weights", settings=(), needs=("weights",))
+def sim_weights(weights: WeightUpdates) -> Similarity:
+    """cos(dW_icl, dW_ft) per head, averaged over heads: (n, L)"""
+    icl, ft = weights.icl.flatten(-2), weights.ft.flatten(-2)  # (L, H, D*D), (n, L, H, D*D)
+    return mean_over_heads(cosine(icl.expand_as(ft), ft))
+
+
+def head_matrices(inputs: Tensor, is_token: Tensor, projections: Projections, heads: int) -> Tensor:
+    """V^T K of every head: inputs (n, L, T, d), is_token (n, T) bool -> (n, L, H, D, D)
+
+    `inputs` are what the attention block of each layer receives (after its layer norm). For dW_icl they are the
+    demonstrations' tokens and n is 1.
+    """
+    keys = torch.einsum("nltd,led->nlte", inputs, projections.key_weight) + projections.key_bias[:, None]
+    values = torch.einsum("nltd,led->nlte", inputs, projections.value_weight) + projections.value_bias[:, None]
+    values = values * is_token[:, None, :, None]
+    split = (*keys.shape[:-1], heads, keys.shape[-1] // heads)  # (n, L, T, H, D)
+    return torch.einsum("nlthv,nlthk->nlhvk", values.reshape(split), keys.reshape(split))
+
+
+def finetuning_update(
+    inputs: Tensor, is_token: Tensor, base: Projections, finetuned: Projections, heads: int
+) -> Tensor:
+    """dW_ft = V_ft^T K_ft - V^T K on the same inputs (n, L, T, d): (n, L, H, D, D)"""
+    return head_matrices(inputs, is_token, finetuned, heads) - head_matrices(inputs, is_token, base, heads)
