@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.dual_linear import linear_without_zero_tangents
 from fairseq_icl.models.pretrained_lm import Observed, PretrainedLM
 
 LINEARIZED_MARK = "linearized"
@@ -148,7 +149,7 @@ class LinearizedLM(PretrainedLM):
         with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
             duals = {name: forward_ad.make_dual(self._base_of(name), delta) for name, delta in self._deltas().items()}
             try:
-                with self._weights(duals):
+                with self._weights(duals), linear_without_zero_tangents():
                     leaves = tree_leaves(function())
             except NotImplementedError as error:
                 kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in self.trained_names})
