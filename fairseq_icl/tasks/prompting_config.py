@@ -45,10 +45,11 @@ class DemonstrationPromptingConfig(FairseqDataclass):
     )
     dict: Optional[str] = described("dictionary of the model (default: dict.txt beside the checkpoint)")
     bpe: Optional[str] = field(default=None)  # fairseq's own flag
-    gpt2_encoder_json: Optional[str] = described("encoder.json for --bpe gpt2 (default: beside the checkpoint)")
-    gpt2_vocab_bpe: Optional[str] = described("vocab.bpe for --bpe gpt2 (default: beside the checkpoint)")
-    sentencepiece_model: Optional[str] = described(
-        "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)"
+    # fairseq's own flags as well, whose configuration does not admit None: hence "".
+    gpt2_encoder_json: str = described("encoder.json for --bpe gpt2 (default: beside the checkpoint)", "")
+    gpt2_vocab_bpe: str = described("vocab.bpe for --bpe gpt2 (default: beside the checkpoint)", "")
+    sentencepiece_model: str = described(
+        "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)", ""
     )
     init: ChoiceEnum(list(INITS)) = described(
         "weights: pretrained; untrained (nothing kept from the checkpoint); trained-embeddings (embeddings and the "
