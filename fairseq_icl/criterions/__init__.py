@@ -1,0 +1,1 @@
+"""Losses and measures that fairseq runs: layer-causal training, and the comparison of ICL with fine-tuning."""
