@@ -71,13 +71,15 @@ def _row(observation: Observation, softmax: bool) -> Tensor:
     """The attention row, or its probabilities over the query tokens with 0 at the padding. (n, L, H, Q) float64
 
     Changes of probability can be as small as 1e-5, where the rounding of a float32 softmax shows in the fifth digit of
-    the cosine. So the softmax is taken as the authors take it: in float32, on rows at least a vector register long
-    (torch sums shorter ones in another order).
+    the cosine. So it is taken as the authors take it: in float32, and on rows that fill whole vector registers, which
+    also makes the rounding the same however far a batch is padded.
     """
     row = observation.attention_row
     if not softmax:
         return row.double()
-    row = pad(row.float(), (REGISTER, 0))
     tokens = row.shape[-1]
-    is_padding = torch.arange(tokens, device=row.device) < tokens - observation.query_length[:, None]  # (n, Q)
-    return row.masked_fill(is_padding[:, None, None, :], -torch.inf).softmax(-1)[..., REGISTER:].double()
+    added = -tokens % REGISTER
+    row = pad(row.float(), (added, 0))
+    place = torch.arange(added + tokens, device=row.device)
+    is_padding = place < added + tokens - observation.query_length[:, None]  # (n, added + Q)
+    return row.masked_fill(is_padding[:, None, None, :], -torch.inf).softmax(-1)[..., added:].double()

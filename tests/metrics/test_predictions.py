@@ -1,0 +1,94 @@
+"""Prediction metrics on small cases worked out by hand, and their symmetries."""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+
+from fairseq_icl.metrics import predictions
+from fairseq_icl.metrics.registry import Ratio
+from fairseq_icl.observe.observation import Observation
+from tests.metrics.observations import random_observation, triples
+
+
+def predicting(gold: list[int], prediction: list[int]) -> Observation:
+    observation = random_observation(n=len(gold))
+    return replace(observation, gold=torch.tensor(gold), prediction=torch.tensor(prediction))
+
+
+# gold 0 everywhere: both right / only icl right / only ft right / both wrong alike / both wrong otherwise / unchanged
+GOLD = [0, 0, 0, 0, 0, 0]
+ZSL = predicting(GOLD, [1, 1, 1, 1, 0, 0])
+ICL = predicting(GOLD, [0, 0, 1, 2, 1, 0])
+FT = predicting(GOLD, [0, 1, 0, 2, 2, 0])
+
+
+def quotient(ratio: Ratio) -> float:
+    return float(ratio.numerator.sum() / ratio.denominator.sum())
+
+
+def test_accuracy_is_the_share_of_right_predictions():
+    assert predictions.accuracy(ICL).tolist() == [1, 1, 0, 0, 0, 1]
+
+
+def test_rec2ftp_counts_what_icl_mends_among_what_ft_mends():
+    assert quotient(predictions.rec2ftp(ZSL, ICL, FT)) == 1 / 2
+
+
+def test_rpa_is_the_overlap_of_changed_examples():
+    assert quotient(predictions.rpa(ZSL, ICL, FT)) == 3 / 5
+
+
+def test_rpa_same_label_counts_a_change_to_different_labels_twice():
+    assert quotient(predictions.rpa_same_label(ZSL, ICL, FT)) == 2 / (4 + 4 - 2)
+
+
+def test_rpa_correct_and_incorrect_look_at_changes_that_end_right_or_wrong():
+    assert quotient(predictions.rpa_correct(ZSL, ICL, FT)) == 1 / 3
+    assert quotient(predictions.rpa_incorrect(ZSL, ICL, FT)) == 2 / 2
+
+
+def test_f2t_are_the_examples_that_both_mend():
+    assert predictions.f2t(ZSL, ICL, FT).tolist() == [True, False, False, False, False, False]
+
+
+def test_partition_sizes():
+    sizes = {name: int(members.sum()) for name, members in predictions.prediction_sets(ZSL, ICL, FT)._asdict().items()}
+    assert sizes == {
+        "icl_f2t": 2,
+        "ft_f2t": 2,
+        "both_f2t": 1,
+        "icl_changed": 4,
+        "ft_changed": 4,
+        "both_changed": 3,
+        "same_change": 2,
+        "changed_both_correct": 1,
+        "changed_only_icl_correct": 1,
+        "changed_only_ft_correct": 1,
+        "changed_both_incorrect": 2,
+        "changed_only_icl_incorrect": 0,
+        "changed_only_ft_incorrect": 0,
+    }
+
+
+@given(triples())
+def test_the_rpa_family_is_symmetric_in_icl_and_ft(triple):
+    zsl, icl, ft = triple
+    for rpa in (predictions.rpa, predictions.rpa_same_label, predictions.rpa_correct, predictions.rpa_incorrect):
+        for forward, backward in zip(rpa(zsl, icl, ft), rpa(zsl, ft, icl), strict=True):
+            assert torch.equal(forward, backward)
+
+
+@given(triples())
+def test_the_partition_adds_up_to_all_changes(triple):
+    sets = predictions.prediction_sets(*triple)
+    for setting, only in (("icl", "only_icl"), ("ft", "only_ft")):
+        parts = [getattr(sets, f"changed_{who}_{end}") for who in ("both", only) for end in ("correct", "incorrect")]
+        assert sum(int(part.sum()) for part in parts) == int(getattr(sets, f"{setting}_changed").sum())
+
+
+@given(triples())
+def test_identical_icl_and_ft_agree_completely(triple):
+    zsl, icl, _ = triple
+    ratio = predictions.rpa_same_label(zsl, icl, icl)
+    assert torch.equal(ratio.numerator, ratio.denominator)
