@@ -49,24 +49,23 @@ class Cell:
     variant: str
     """Name of the changes against the experiment's plain run; "" for the plain run."""
     settings: Settings
+    source: str = ""
+    """Where the dataset's YAML comes from: its name in the catalogue or a path."""
 
     @property
     def label(self) -> str:
         """The cell in one line, for progress and errors."""
-        parts = (
-            self.model,
-            self.init,
-            self.dataset,
-            f"seed {self.seed}",
-            f"permutation {self.permutation}",
-            self.method,
-        )
-        return " ".join(parts) + (f" [{self.variant}]" if self.variant else "")
+        run = f"seed {self.seed} permutation {self.permutation}"
+        return f"{self.model} {self.init} {self.dataset} {run} {self.method}{self.variant and f' [{self.variant}]'}"
+
+    def changed(self, *, method: str | None = None, **settings: Any) -> "Cell":
+        """The cell with another method or other settings."""
+        return replace(self, method=method or self.method, settings=replace(self.settings, **settings))
 
     def configuration(self) -> dict[str, Any]:
-        """Everything that determines the cell and can be written down in words; the variant's name is not part of it."""
+        """Everything that determines the cell and can be written down; names of variant and file are not part of it."""
         described = asdict(self)
-        del described["variant"]
+        del described["variant"], described["source"]
         return described
 
 
@@ -97,7 +96,7 @@ def observed(cell: Cell, setting: str) -> Cell:
     seed = 0 if setting == "zsl" and cell.init == "pretrained" else cell.seed
     permutation = 0 if setting == "zsl" else cell.permutation
     method = cell.method if setting == "ft" else setting
-    return replace(cell, seed=seed, permutation=permutation, method=method, variant="", settings=settings)
+    return replace(cell, seed=seed, permutation=permutation, method=method, variant="", source="", settings=settings)
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -2,17 +2,21 @@
 
 import ast
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fairseq_icl.checkpoints import sha256_of
+from fairseq_icl.metrics import get_metric, metric_names
 from fairseq_icl.prompts.catalogue import DatasetSpec
 from fairseq_icl.prompts.readers import find_split
 
 PACKAGE = Path(__file__).parent.parent
+OWN = "fairseq_icl."
 
 STAGES: dict[str, tuple[str, ...]] = {
     "prompts": ("prompts",),
@@ -49,6 +53,19 @@ def _code_of(source: str) -> str:
 def code_versions(stages: Iterable[str]) -> dict[str, str]:
     """{"code.STAGE": hash} of the given stages."""
     return {f"code.{stage}": code_version(stage) for stage in stages}
+
+
+def foreign_metrics() -> str:
+    """Names and code of the metrics that other packages added."""
+    added = [metric for metric in map(get_metric, metric_names()) if not metric.compute.__module__.startswith(OWN)]
+    return json.dumps({metric.name: _source_of(metric.compute) for metric in added}, sort_keys=True)
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except OSError:  # made in an interactive session
+        return f"{function.__module__}.{function.__qualname__}"
 
 
 @cache

@@ -44,14 +44,16 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     variants = _variants(config)
     rules = [_rule(rule) for rule in config["skip"]]
     cells: list[Cell] = []
-    for init, name in itertools.product(inits, names):
-        facts = _facts(load_spec(name), config)
+    for init, source in itertools.product(inits, names):
+        spec = load_spec(source)
+        facts, name = _facts(spec, config), spec.name
         for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
             place = {"init": init, "method": method, "dataset": name, "variant": variant}
             if any(_matches(rule, place) for rule in rules):
                 continue
             settings = _settings({**config, **changes}, facts, method)
-            cells.append(Cell(config["model"]["name"], init, name, seed, permutation, method, variant, settings))
+            model = config["model"]["name"]
+            cells.append(Cell(model, init, name, seed, permutation, method, variant, settings, source))
     if not cells:
         raise UserError("the plan is empty: `skip` leaves nothing of the chosen dataset, method and init")
     return cells

@@ -26,6 +26,8 @@ from fairseq_icl.errors import UserError
 
 FORMAT = 1
 FOLDERS = ("plans", "cells", "observations", "locks")
+OTHERS = ("store.json", "stand_in", "report")
+"""What else may lie in a results folder."""
 
 
 class Store:
@@ -46,7 +48,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not marker.is_file():
             others = [entry.name for entry in self.folder.iterdir() if not entry.name.startswith(".")]
-            if others and not set(others) <= {"store.json", *FOLDERS}:
+            if others and not set(others) <= {*OTHERS, *FOLDERS}:
                 raise UserError(
                     f"{self.folder}: holds other files ({sorted(others)[0]}); choose an empty folder: out=DIR"
                 )
@@ -80,7 +82,7 @@ class Store:
     def plans(self) -> list[dict[str, Any]]:
         """All plans of the folder, in the order of their experiments' names and content."""
         paths = sorted((self.folder / "plans").glob("*.json"))
-        plans = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        plans = [self.read_json(path) for path in paths]
         return sorted(plans, key=lambda plan: plan["experiment"])
 
     def is_finished(self, key: str) -> bool:
@@ -90,6 +92,11 @@ class Store:
     def cell_folder(self, key: str) -> Path:
         """Folder of a finished cell."""
         return self.folder / "cells" / key
+
+    @staticmethod
+    def read_json(path: Path) -> dict[str, Any]:
+        """The content of one of the folder's JSON files."""
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def finish(self, key: str, write: Callable[[Path], None]) -> None:
         """Store a cell: `write` fills a folder, which becomes the cell's in one step."""

@@ -1,0 +1,118 @@
+"""A results folder as data: what was planned, what is finished, and the numbers of all finished cells."""
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.gradient_record import heatmap_matrix, read_gradient_record
+from fairseq_icl.replication.store import Store
+
+IDENTITY = ["model", "init", "dataset", "method", "variant"]
+"""What a number in a table belongs to; seeds and permutations are averaged over."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Planned cells and their results."""
+
+    folder: Path
+    planned: pd.DataFrame
+    """One row a planned cell: IDENTITY, seed, permutation, key, finished."""
+    configurations: dict[str, dict[str, Any]]
+    """Key -> the cell's configuration, with the command that fine-tunes it."""
+    values: pd.DataFrame
+    """Means of all finished cells: IDENTITY, seed, permutation, key, metric, layer, value, low, high."""
+    experiments: list[str]
+    tables: list[str]
+    """Names of the published tables to show."""
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
+
+    @property
+    def missing(self) -> pd.DataFrame:
+        """Planned cells without results."""
+        return self.planned[~self.planned["finished"]]
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """For every IDENTITY and metric: mean, sd, runs over seeds, and the mean bootstrap limits low and high."""
+        overall = self.values[self.values["layer"].isna()]
+        groups = overall.groupby([*IDENTITY, "metric"], sort=False)
+        return groups.agg(
+            mean=("value", "mean"),
+            sd=("value", "std"),
+            runs=("value", "size"),
+            low=("low", "mean"),
+            high=("high", "mean"),
+            keys=("key", list),
+        ).reset_index()
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        """For every IDENTITY, metric and layer: mean, sd and runs over seeds."""
+        single = self.values[self.values["layer"].notna()]
+        groups = single.groupby([*IDENTITY, "metric", "layer"], sort=False)
+        return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
+
+    def against(self, setting: str) -> pd.DataFrame:
+        """Means by IDENTITY without the variant, metric and the value of `setting`: mean, sd and runs over seeds."""
+        overall = self.values[self.values["layer"].isna()]
+        # Other variants (a clipped one, say) are told apart by all settings but this one.
+        overall = overall.assign(
+            **{setting: [_setting(self.configurations[key], setting) for key in overall["key"]]},
+            others=[_others(self.configurations[key], setting) for key in overall["key"]],
+        )
+        plain = overall.loc[overall["variant"] == "", "others"]
+        if not plain.empty:
+            overall = overall[overall["others"].isin(set(plain))]
+        identity = [name for name in IDENTITY if name != "variant"]
+        groups = overall.groupby([*identity, "metric", setting], sort=False)
+        return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
+
+
+def _setting(configuration: dict[str, Any], name: str) -> Any:
+    return configuration["cell"]["settings"][name]
+
+
+def _others(configuration: dict[str, Any], name: str) -> str:
+    """All settings but one and the reading's switches, as a text to compare."""
+    return json.dumps({key: value for key, value in configuration["cell"]["settings"].items() if key != name})
+
+
+def load_run(folder: str | Path) -> Run:
+    """Read a results folder; it may be unfinished, or still be written to."""
+    store = Store(folder, create=False)
+    plans = store.plans()
+    if not plans:
+        raise UserError(f"{folder}: nothing was planned here yet; start with fairseq-icl replicate out={folder}")
+    planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
+    planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
+    planned["finished"] = [store.is_finished(key) for key in planned["key"]]
+    configurations, tables, gradients = {}, [], {}
+    for key in planned.loc[planned["finished"], "key"].drop_duplicates():
+        cell = store.cell_folder(key)
+        configurations[key] = store.read_json(cell / "cell.json")
+        tables.append(read_means(cell / "results.parquet").assign(key=key))
+        if (cell / "gradients.parquet").is_file():
+            gradients[key] = heatmap_matrix(read_gradient_record(cell / "gradients.parquet"))
+    names = ["key", "metric", "layer", "value", "low", "high"]
+    numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
+    values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
+    shown = dict.fromkeys(name for plan in plans for name in plan["tables"])
+    experiments = dict.fromkeys(plan["experiment"] for plan in plans)
+    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients)
+
+
+def read_means(path: Path) -> pd.DataFrame:
+    """The means over examples in a results file; the many values of single examples stay on disk."""
+    columns = ["metric", "layer", "value", "low", "high"]
+    table = pq.read_table(path, columns=columns, filters=pc.field("example").is_null())
+    return table.to_pandas().astype({"layer": "Int64", "low": "float64", "high": "float64"})

@@ -1,0 +1,191 @@
+"""The papers' tables with our numbers beside the published ones, and tables that compare variants with each other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from fairseq_icl.replication.report.run import Run
+
+PUBLISHED = Path(__file__).parent.parent.parent / "config" / "published.yaml"
+AVERAGE = "average"
+METRICS = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect", "sim_aou")
+METRICS += ("sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after", "sim_am_delta")
+METRICS += ("alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
+"""Metrics that comparison tables show, in this order; metrics of other packages follow."""
+PERCENT = ("accuracy_", "rec2ftp", "rpa")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One place of a table: ours, the published figure, or both."""
+
+    mean: float | None = None
+    """None: missing, because the cell is not finished or the value is not defined."""
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+    runs: int = 0
+    planned: int = 0
+    published: float | None = None
+    published_sd: float | None = None
+    doubtful: str = ""
+    keys: tuple[str, ...] = ()
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the published figure (or, in comparisons, minus the plain run)."""
+        if self.mean is None or self.published is None:
+            return None
+        return self.mean - self.published
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and columns of entries, with what stands around them."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Entry, ...]], ...]
+    decimals: int
+    source: str = ""
+    reference: str = "published"
+    """What the second number of an entry is."""
+    notes: tuple[str, ...] = field(default=())
+
+
+@cache
+def published_figures() -> dict[str, Any]:
+    """The papers' figures, as the package's YAML has them."""
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+
+
+def paper_tables(run: Run) -> list[Table]:
+    """The published tables that the run's experiments name, once for every model of the run."""
+    models = run.planned["model"].drop_duplicates()
+    return [paper_table(run, name, model) for model in models for name in run.tables]
+
+
+def paper_table(run: Run, name: str, model: str) -> Table:
+    """One published table with the numbers of `model` beside it."""
+    figures = published_figures()
+    said = figures["tables"][name]
+    paper = figures["papers"][said["paper"]]
+    own = run.planned.loc[run.planned["model"] == model, "dataset"].drop_duplicates()
+    shared = [dataset for dataset in said["columns"] if dataset in set(own)]
+    # A run on other datasets only (the demo's) keeps the paper's rows and has its own columns.
+    columns = (said["columns"] if shared else []) + [dataset for dataset in own if dataset not in said["columns"]]
+    sizes = list(dict.fromkeys(size for row in said["rows"] for size in row.get("published", {})))
+    size = model if model in sizes else next(iter(sizes), None)
+    scale = 100.0 if said.get("percent") else 1.0
+    rows = [_paper_row(run, row, model, size, columns, said["columns"], scale) for row in said["rows"]]
+    notes = [f"Ours: {model}; published: {size}."] if shared and size and size != model else []
+    notes += [
+        f"Doubtful: {row['label']}, {dataset}: {why}."
+        for row in said["rows"]
+        for dataset, why in row.get("doubtful", {}).items()
+        if dataset in columns
+    ]
+    source = f"{paper['authors']}, {paper['title']} ({paper['where']})"
+    title = said["title"] if len(run.planned["model"].unique()) == 1 else f"{said['title']} ({model})"
+    label = f"{name}_{model}" if len(run.planned["model"].unique()) > 1 else name
+    return Table(label, title, (*columns, AVERAGE), tuple(rows), said["decimals"], source, notes=tuple(notes))
+
+
+def _paper_row(
+    run: Run, row: dict[str, Any], model: str, size: str | None, columns: list[str], published: list[str], scale: float
+) -> tuple[str, tuple[Entry, ...]]:
+    figures = row.get("published", {}).get(size, {})
+    figure = dict(zip(published, figures.get("values", []), strict=False))
+    spread = dict(zip(published, figures.get("sd", []), strict=False))
+    entries = [
+        look_up(
+            run,
+            {"variant": "", "init": "pretrained", **row["select"], "model": model, "dataset": dataset},
+            scale=scale,
+            published=figure.get(dataset),
+            published_sd=spread.get(dataset),
+            doubtful=row.get("doubtful", {}).get(dataset, ""),
+        )
+        for dataset in columns
+    ]
+    # The paper's average stands beside ours only if both are over the same datasets.
+    return row["label"], (*entries, _average(entries, figures.get("avg") if columns == published else None))
+
+
+def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:
+    """The entry of one (model, init, dataset, method, variant, metric)."""
+    found = _select(run.summary, selection)
+    planned = len(_select(run.planned, {key: value for key, value in selection.items() if key != "metric"}))
+    if found.empty:
+        return Entry(planned=planned, **reference)
+    row = found.iloc[0]
+    numbers = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
+    return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), **reference)
+
+
+def _select(frame: pd.DataFrame, selection: dict[str, Any]) -> pd.DataFrame:
+    chosen = pd.Series(True, index=frame.index)
+    for column, value in selection.items():
+        chosen &= frame[column] == value
+    return frame[chosen]
+
+
+def _number(value: Any, scale: float) -> float | None:
+    return None if pd.isna(value) else float(value) * scale
+
+
+def _average(entries: Sequence[Entry], published: float | None) -> Entry:
+    """Mean over the datasets that have a number; the paper's own average beside it."""
+    means = [entry.mean for entry in entries if entry.mean is not None]
+    if not means:
+        return Entry(published=published)
+    return Entry(mean=math.fsum(means) / len(means), runs=min(e.runs for e in entries if e.runs), published=published)
+
+
+def comparison_tables(run: Run) -> list[Table]:
+    """For every model, init and method with variants: what each variant does to every metric, over all datasets."""
+    tables = []
+    for (model, init, method), group in run.planned.groupby(["model", "init", "method"], sort=False):
+        if group["variant"].nunique() > 1:
+            tables.append(_comparison(run, model, init, method, list(group["variant"].drop_duplicates())))
+    return tables
+
+
+def _comparison(run: Run, model: str, init: str, method: str, variants: list[str]) -> Table:
+    chosen = _select(run.summary, {"model": model, "init": init, "method": method})
+    metrics = [metric for metric in METRICS if metric in set(chosen["metric"])]
+    average = chosen.groupby(["variant", "metric"], sort=False).agg(
+        mean=("mean", "mean"), sd=("sd", "mean"), runs=("runs", "sum"), keys=("keys", "sum")
+    )
+    rows = []
+    for variant in variants:
+        entries = [_compared(average, variant, metric) for metric in metrics]
+        rows.append((variant or "(plain)", tuple(entries)))
+    title = f"{method} on {model}, {init}: what each variant does to every metric (mean over datasets and seeds)"
+    name = f"variants_{model}_{init}_{method}"
+    notes = ("Shares (accuracies, Rec2FTP, RPA) in percent.",)
+    return Table(name, title, tuple(metrics), tuple(rows), 3, reference="plain run", notes=notes)
+
+
+def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
+    scale = 100.0 if metric.startswith(PERCENT) else 1.0
+    plain = average["mean"].get(("", metric))
+    reference = None if plain is None or not variant else _number(plain, scale)
+    if (variant, metric) not in average.index:
+        return Entry(published=reference)
+    row = average.loc[(variant, metric)]
+    mean, sd = _number(row["mean"], scale), _number(row["sd"], scale)
+    return Entry(mean, sd, runs=int(row["runs"]), published=reference, keys=tuple(row["keys"]))
+
+
+def coverage_table(run: Run) -> pd.DataFrame:
+    """Finished and planned cells by model, init, dataset and method."""
+    groups = run.planned.groupby(["model", "init", "dataset", "method"], sort=False)["finished"]
+    return groups.agg(finished="sum", planned="size").reset_index()

@@ -1,0 +1,118 @@
+"""Tables as Markdown, LaTeX, CSV and plain text for the terminal."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+
+from fairseq_icl.replication.report.tables import Entry, Table
+
+Show = Callable[[Entry, int], str]
+MISSING = "missing"
+NOT_PLANNED = "–"
+SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
+SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
+
+
+def ours(entry: Entry, decimals: int) -> str:
+    """Our number: mean ± SD over seeds, `missing` if planned without a result, a dash if never planned."""
+    if entry.mean is None:
+        return MISSING if entry.planned else NOT_PLANNED
+    text = f"{entry.mean:.{decimals}f}"
+    return f"{text} ± {entry.sd:.{decimals}f}" if entry.sd is not None else text
+
+
+def beside(entry: Entry, decimals: int) -> str:
+    """The published number with its SD, marked if doubtful."""
+    if entry.published is None:
+        return NOT_PLANNED
+    text = f"{entry.published:.{decimals}f}"
+    text += f" ± {entry.published_sd:.{decimals}f}" if entry.published_sd is not None else ""
+    return text + ("?" if entry.doubtful else "")
+
+
+def difference(entry: Entry, decimals: int) -> str:
+    """Ours minus the published number, with its sign."""
+    return NOT_PLANNED if entry.difference is None else f"{entry.difference:+.{decimals}f}"
+
+
+def interval(entry: Entry, decimals: int) -> str:
+    """The 95 % bootstrap interval over examples."""
+    if entry.low is None or entry.high is None:
+        return NOT_PLANNED
+    return f"[{entry.low:.{decimals}f}, {entry.high:.{decimals}f}]"
+
+
+def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True) -> list[tuple[str, Show]]:
+    """The lines a row needs: our number always, the others where any of its entries has them."""
+    kinds: list[tuple[str, Show]] = [("ours", ours)]
+    if intervals and any(entry.low is not None for entry in entries):
+        kinds.append(("95 % interval", interval))
+    if any(entry.published is not None for entry in entries):
+        kinds += [(reference, beside), ("difference", difference)]
+    return kinds
+
+
+def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
+    """The table as lines of text cells, the first being the head. Every row has a line for each kind of number."""
+    lines = [["", "", *table.columns]]
+    for label, entries in table.rows:
+        for place, (kind, show) in enumerate(kinds_of(entries, table.reference, intervals=intervals)):
+            shown = [show(entry, table.decimals) for entry in entries]
+            lines.append([label if place == 0 else "", kind, *shown])
+    return lines
+
+
+def plain(table: Table) -> str:
+    """The table for a terminal, without intervals."""
+    lines = grid(table, intervals=False)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = [table.title]
+    for line in lines:
+        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        text.append("  ".join([*names, *numbers]).rstrip())
+    return "\n".join([*text, *table.notes])
+
+
+def markdown(table: Table) -> str:
+    """The table in Markdown."""
+    head, *body = grid(table)
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in body]
+    notes = [note for note in ((f"Source: {table.source}." if table.source else ""), *table.notes) if note]
+    return "\n".join([f"### {table.title}", "", *lines, "", *notes, ""])
+
+
+def latex(table: Table) -> str:
+    """The table in LaTeX (booktabs)."""
+    head, *body = grid(table)
+    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{ll{'r' * (len(head) - 2)}}}", r"\toprule"]
+    lines += [" & ".join(escaped(cell) for cell in head) + r" \\", r"\midrule"]
+    lines += [" & ".join(escaped(cell) for cell in line) + r" \\" for line in body]
+    caption = " ".join([f"{table.title}.", f"Source: {table.source}." if table.source else "", *table.notes])
+    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
+    return "\n".join([*lines, rf"\label{{tab:{table.name}}}", r"\end{table}", ""])
+
+
+def escaped(text: str) -> str:
+    """`text` with LaTeX's special characters made literal."""
+    return "".join(SPECIAL.get(character, character) for character in text)
+
+
+def comma_separated(tables: Sequence[Table]) -> str:
+    """All tables as one CSV, a line for every place."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
+    writer.writerow(["table", "row", "column", *names, "reference", "cells"])
+    for table in tables:
+        for label, entries in table.rows:
+            for column, entry in zip(table.columns, entries, strict=True):
+                values = [_blank(getattr(entry, name)) for name in names]
+                writer.writerow([table.name, label, column, *values, table.reference, " ".join(entry.keys)])
+    return text.getvalue()
+
+
+def _blank(value: object) -> object:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value

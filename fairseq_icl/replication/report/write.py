@@ -1,0 +1,76 @@
+"""Write a run's report in all its forms into one folder."""
+
+from pathlib import Path
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.replication.report import html, text
+from fairseq_icl.replication.report.figures import Drawing, all_figures
+from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
+from fairseq_icl.replication.store import write_atomically
+
+FORMATS = ("html", "md", "tex", "csv")
+DOTS_PER_INCH = 130
+
+
+def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> dict[str, Path]:
+    """Write the report; returns the path of each format's main file."""
+    papers, comparisons = paper_tables(run), comparison_tables(run)
+    drawings = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
+    written = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if {"md", "tex"} & set(formats):
+            _write_figures(drawings, folder / "figures")
+        contents = {
+            "html": lambda: html.page(run, papers, comparisons, drawings),
+            "md": lambda: markdown_page(run, [*papers, *comparisons], drawings),
+            "tex": lambda: latex_page([*papers, *comparisons], drawings),
+            "csv": lambda: text.comma_separated([*papers, *comparisons]),
+        }
+        for name in formats:
+            written[name] = folder / f"report.{name}"
+            write_atomically(written[name], contents[name]())
+        if "csv" in formats:
+            flat = run.summary.assign(keys=run.summary["keys"].map(" ".join))
+            write_atomically(folder / "summary.csv", flat.to_csv(index=False))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another place with --to") from error
+    return written
+
+
+def _write_figures(drawings: list[Drawing], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for drawing in drawings:
+        metadata = {"Software": None}  # the same numbers give the same bytes
+        drawing.figure.savefig(folder / f"{drawing.name}.png", dpi=DOTS_PER_INCH, metadata=metadata)
+
+
+def markdown_page(run: Run, tables: list[Table], drawings: list[Drawing]) -> str:
+    """The report in Markdown, figures beside it."""
+    finished = int(run.planned["finished"].sum())
+    lines = [f"# Report: {', '.join(run.experiments)}", "", f"{finished} of {len(run.planned)} cells finished.", ""]
+    lines += [text.markdown(table) for table in tables]
+    for drawing in drawings:
+        lines += [
+            f"### {drawing.title}",
+            "",
+            f"![{drawing.title}](figures/{drawing.name}.png)",
+            "",
+            drawing.caption,
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def latex_page(tables: list[Table], drawings: list[Drawing]) -> str:
+    """Tables and figures to be \\input into a document that uses booktabs and graphicx."""
+    lines = [r"% \usepackage{booktabs,graphicx}", *(text.latex(table) for table in tables)]
+    for drawing in drawings:
+        lines += [
+            r"\begin{figure}",
+            r"\centering",
+            rf"\includegraphics[width=\linewidth]{{figures/{drawing.name}.png}}",
+        ]
+        lines += [rf"\caption{{{text.escaped(f'{drawing.title}. {drawing.caption}')}}}", r"\end{figure}", ""]
+    return "\n".join(lines)

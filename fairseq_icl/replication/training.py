@@ -1,0 +1,137 @@
+"""Fine-tune a model in memory as `fairseq-train` would: its parser, its Trainer, the plugin's task and criterions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import options
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+from fairseq.data import iterators
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks import setup_task
+from fairseq.trainer import Trainer
+from hydra import version
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+from torch import Tensor
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.reading import CHOICES
+from fairseq_icl.replication.cells import Cell
+from fairseq_icl.replication.methods import get_method
+from fairseq_icl.replication.model_files import ModelFiles
+from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingTask
+from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
+
+
+def train_arguments(cell: Cell, files: ModelFiles, data: Path, *, record: Path | None = None) -> list[str]:
+    """The command line of `fairseq-train` that fine-tunes as the cell says."""
+    settings = cell.settings
+    method = get_method(cell.method)
+    flags = {
+        "--task": "demonstration_prompting",
+        "--arch": "pretrained_lm",
+        "--dataset": cell.source or cell.dataset,
+        "--num-demonstrations": settings.num_demonstrations,
+        "--seed": cell.seed,
+        "--permutation": cell.permutation,
+        "--init": cell.init,
+        "--limit": settings.limit,
+        "--train-parameters": settings.train_parameters,
+        "--switch-labels": settings.switch_labels,
+        "--switch-fraction": settings.switch_fraction,
+        "--switch-seed": settings.switch_seed,
+        "--layer-clip": settings.layer_clip,
+        "--layer-clip-value": settings.layer_clip_value,
+        "--clip-norm": settings.clip_norm,
+        "--optimizer": "sgd",
+        "--momentum": 0.0,
+        "--weight-decay": 0.0,
+        "--lr": settings.learning_rate,
+        "--max-epoch": 1,
+        "--batch-size": 1,
+        "--num-workers": 0,
+        "--log-format": "none",
+        "--record-gradients": record,
+    }
+    for name in _reading_flags(method.flags):
+        flags[f"--{name.replace('_', '-')}"] = getattr(settings.reading, name)
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return [str(data), *files.flags(), *words, *method.flags, "--record-queries", "--no-save", "--disable-validation"]
+
+
+def _reading_flags(method_flags: tuple[str, ...]) -> list[str]:
+    """The differences between code and paper that the task or the method's criterion has a flag for."""
+    criterion = method_flags[method_flags.index("--criterion") + 1] if "--criterion" in method_flags else ""
+    known = set(DemonstrationPromptingConfig.__dataclass_fields__)
+    if criterion in CRITERION_DATACLASS_REGISTRY:
+        known |= set(CRITERION_DATACLASS_REGISTRY[criterion].__dataclass_fields__)
+    return [name for name in CHOICES if name in known]
+
+
+def parse(arguments: list[str]) -> DictConfig:
+    """fairseq's configuration for a command line of `fairseq-train`."""
+    parser = options.get_training_parser()
+    with _outer_hydra():
+        return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments))
+
+
+@contextmanager
+def _outer_hydra() -> Iterator[None]:
+    """Keep the Hydra that runs us: fairseq's conversion clears the global one and needs the rules of version 1.1."""
+    instance = GlobalHydra.instance()
+    outer, base = instance.hydra, version.getbase()
+    version.setbase("1.1")
+    try:
+        yield
+    finally:
+        instance.clear()
+        instance.hydra = outer
+        version.setbase(str(base))
+
+
+def build_task(config: DictConfig) -> DemonstrationPromptingTask:
+    """The plugin's task for that configuration."""
+    return setup_task(config.task)
+
+
+def fine_tune(config: DictConfig, task: DemonstrationPromptingTask, model: BaseFairseqModel) -> dict[int, Tensor]:
+    """Train `model` in place, one pass over the demonstrations.
+
+    Returns file row -> scaled query vectors (layers, tokens, width) of that demonstration just before learning from it.
+    """
+    criterion = task.build_criterion(config.criterion)
+    trainer = Trainer(config, task, model, criterion)
+    epoch = trainer.get_train_iterator(epoch=1)
+    steps = iterators.GroupedIterator(epoch.next_epoch_itr(shuffle=False), 1)
+    trainer.begin_epoch(1)
+    try:
+        for samples in steps:
+            trainer.train_step(samples)
+    except FloatingPointError as error:
+        raise UserError(f"fine-tuning diverged at step {trainer.get_num_updates() + 1} ({error}); lower lr") from error
+    if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
+        raise UserError("fine-tuning left weights that are NaN or infinite; lower lr")
+    return dict(task.training_queries)
+
+
+@contextmanager
+def undone_afterwards(model: BaseFairseqModel) -> Iterator[None]:
+    """Whatever is trained inside, afterwards the weights that learn are what they were before."""
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in learning.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in learning.items():
+                parameter.copy_(before[name])
+                parameter.grad = None
+
+
+def step_lengths(task: Any) -> list[int]:
+    """Tokens of every training step, for estimates."""
+    return [len(sequence.tokens) - 1 for sequence in task.prompts.finetuning]
