@@ -44,7 +44,7 @@ def load_dictionary(path: str | Path) -> Dictionary:
         raise UserError(f"{path}: no such file; give the dict.txt that came with the model")
     try:
         return Dictionary.load(str(path))
-    except (ValueError, RuntimeError, UnicodeError) as error:
+    except Exception as error:  # fairseq raises a bare Exception for a wrong encoding
         raise UserError(f"{path}: not a fairseq dictionary ({error}); its lines must read TOKEN COUNT") from error
 
 
@@ -53,9 +53,11 @@ def load_bpe(name: str | None, **files: str | None) -> Any | None:
     if not name:
         return None
     for flag, path in files.items():
-        if path is None or not Path(path).is_file():
-            shown = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{shown} {path or ''}: no such file; --bpe {name} needs the file that came with the model")
+        shown = f"--{flag.replace('_', '-')}"
+        if path is None:
+            raise UserError(f"--bpe {name} needs {shown} FILE; give the file that came with the model")
+        if not Path(path).is_file():
+            raise UserError(f"{shown} {path}: no such file; give the file that came with the model")
     options = {"sentencepiece_enable_sampling": False, "sentencepiece_alpha": None} if name == "sentencepiece" else {}
     try:
         return build_bpe(Namespace(bpe=name, **files, **options))

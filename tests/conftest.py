@@ -1,5 +1,6 @@
 """Options and settings of the whole test run."""
 
+import secrets
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ SET_A = Path(__file__).parent / "golden" / "set_a"
 # print_blob: a failing case prints what reproduces it; no deadline: the machine may be busy with other tests.
 settings.register_profile("project", print_blob=True, deadline=None)
 settings.load_profile("project")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(secrets.randbits(32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"fuzzing: repeat with --hypothesis-seed={config.option.hypothesis_seed}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

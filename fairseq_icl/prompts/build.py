@@ -119,8 +119,8 @@ def build_prompts(
     `limit` keeps the first queries only; which demonstrations fit is still decided by the longest sequence of the
     whole (capped) validation set, as the authors do, so a limited run has the same prompt as the full one.
     """
-    _check_arguments(num_demonstrations, seed, limit, switch_labels, switch_seed)
-    encoder = _RowEncoder(spec, encode, eos, max_positions)
+    _check_arguments(num_demonstrations, max_validation, limit, seed, switch_labels, switch_seed)
+    encoder = RowEncoder(spec, encode, eos, max_positions)
     valid = read_split(Path(folder), spec, "valid")
     order = sampling.shuffled(len(valid), sampling.VALIDATION_SEED)[:max_validation]
     queries = [encoder.query(valid[i]) for i in order]
@@ -154,11 +154,14 @@ def build_prompts(
     )
 
 
-def _check_arguments(k: int, seed: int, limit: int | None, switch_labels: str, switch_seed: int | None) -> None:
+def _check_arguments(
+    k: int, max_validation: int, limit: int | None, seed: int, switch_labels: str, switch_seed: int | None
+) -> None:
     if k < 0:
         raise UserError(f"--num-demonstrations {k}: must not be negative")
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit}: must be at least 1")
+    for flag, value in (("--max-validation", max_validation), ("--limit", limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value}: must be at least 1")
     if switch_labels not in SWITCHES:
         raise UserError(f"--switch-labels {switch_labels}: choose from {', '.join(SWITCHES)}")
     sampling.check_seed(seed)
@@ -208,7 +211,7 @@ def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int) -
         logger.warning(f"{spec.name}: no demonstration in the prompt has the label {', '.join(missing)}")
 
 
-class _RowEncoder:
+class RowEncoder:
     """Rows -> tokens, checked: nothing empty, nothing longer than the model, label words told apart by their tokens."""
 
     def __init__(self, spec: DatasetSpec, encode: Encode, eos: int, max_positions: int) -> None:
