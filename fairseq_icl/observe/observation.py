@@ -1,4 +1,4 @@
-"""What one setting (ZSL, ICL or FT) showed on n examples: scores of the options and activations of the recorded token."""
+"""What one setting (ZSL, ICL or FT) showed on n examples: option scores and activations of the recorded token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,7 @@ from fairseq_icl.observe.observation import Observation
 from fairseq_icl.observe.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
 from fairseq_icl.observe.probe import AttentionProbe, AttentionRecord
 from fairseq_icl.prompts.build import Query
-
-BOS = 0
+from fairseq_icl.prompts.tokens import BOS
 
 
 class PrefixCache:
