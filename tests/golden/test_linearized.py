@@ -1,6 +1,8 @@
 """Training and scoring the linearized model gives the authors' losses, gradients, weights and records."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 
-from fairseq_icl import compat
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import load_decoder
 from fairseq_icl.observe.probe import AttentionProbe, AttentionRecord
+from fairseq_icl.restore import restore
+from tests.commands import PLUGIN, succeeded
+from tests.commands import run as run_command
 from tests.golden.folder import Golden
 
 PARTS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -30,7 +34,14 @@ class Run:
 
 def stacked(model: LinearizedLM, part: str) -> list[Tensor]:
     """The trained parameters of one kind, layer by layer."""
-    return [model.get_parameter(name) for name in model.trained_names if name.endswith(f"self_attn.{part}")]
+    return [parameter for name, parameter in model.named_parameters() if name.endswith(f"self_attn.{part}")]
+
+
+def weights(model: LinearizedLM, part: str) -> Tensor:
+    """Base plus delta of the parameters of one kind, layers stacked."""
+    deltas = torch.stack(stacked(model, part)).detach()
+    with model.base_weights():
+        return torch.stack(stacked(model, part)) + deltas
 
 
 def observe(model: LinearizedLM, tokens: Tensor, positions: list[int]) -> tuple[Tensor, AttentionRecord]:
@@ -46,7 +57,6 @@ def observe(model: LinearizedLM, tokens: Tensor, positions: list[int]) -> tuple[
 @pytest.fixture
 def run(golden: Golden, golden_case: tuple[str, int]) -> Run:
     task, permutation = golden_case
-    compat.allow_checkpoint_classes()
     decoder = load_decoder(golden.root / "model" / "model.pt", golden.dictionary)
     names = [f"decoder.{name}" for name, _ in decoder.named_parameters() if name.endswith(PARTS)]
     run = Run(LinearizedLM(decoder, names))
@@ -74,10 +84,7 @@ def test_training_gives_the_authors_losses_gradients_and_weights(
         norms = [gradients[part].flatten(1).norm(dim=1).numpy() for gradients in run.gradients]
         np.testing.assert_allclose(norms, expected[f"grad_norm.{part}"], **CLOSE)
         np.testing.assert_allclose(run.gradients[0][part], expected[f"step0_grad.{part}"], **CLOSE)
-        projection, kind = part.split(".")
-        bases = [getattr(getattr(layer.self_attn, projection), f"{kind}_base") for layer in run.model.decoder.layers]
-        final = torch.stack(bases) + torch.stack(stacked(run.model, part)).detach()
-        np.testing.assert_allclose(final, expected[f"final.{part}"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(weights(run.model, part), expected[f"final.{part}"], rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
@@ -97,3 +104,23 @@ def test_scoring_gives_the_authors_records(golden: Golden, golden_case: tuple[st
         row = expected["attn_map"][example][..., -expected["query_len"][example] :]
         np.testing.assert_allclose(record.scores[0, :, :, 1:], row, **CLOSE)
         np.testing.assert_allclose(record.scores[0, :, :, :1].sum(1), expected["attn_map_ctx"][example], **CLOSE)
+
+
+def test_commands_train_to_the_authors_weights_and_restore_them(
+    golden: Golden, golden_spec: Callable[[str], Path], tmp_path: Path
+) -> None:
+    task, permutation = golden.cases[0]
+    expected = np.load(golden.root / "ft" / f"{task}_p{permutation}_linearized.npz")
+    flags = {
+        "user-dir": PLUGIN, "task": "demonstration_prompting", "arch": "pretrained_lm", "criterion": "cross_entropy",
+        "pretrained": golden.root / "model" / "model.pt", "dataset": golden_spec(task), "permutation": permutation,
+        "num-demonstrations": len(expected["step_loss_sum"]), "seed": golden.setting("seed", task),
+        "optimizer": "sgd", "lr": golden.setting("lr", task), "max-epoch": 1, "batch-size": 1, "save-dir": tmp_path,
+    }  # fmt: skip
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    switches = ("--linearize", "--cpu", "--disable-validation")
+    succeeded(run_command("fairseq-train", golden.root / "data", *words, *switches))
+    (model,), _, _ = restore(str(tmp_path / "checkpoint_last.pt"), {})
+    assert isinstance(model, LinearizedLM)
+    for part in PARTS:
+        np.testing.assert_allclose(weights(model, part), expected[f"final.{part}"], rtol=1e-5, atol=1e-6)
