@@ -58,7 +58,8 @@ def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str
     described = json.dumps(provenance, sort_keys=True, default=str)
     content = io.BytesIO()
     if path.suffix == ".csv":
-        content.write(f"{CSV_COMMENT}{described}\n{table.to_csv(index=False, lineterminator=os.linesep)}".encode())
+        rows = table.to_csv(index=False, lineterminator="\n")
+        content.write(f"{CSV_COMMENT}{described}\n{rows}".encode())
     else:
         arrow = pa.Table.from_pandas(table, preserve_index=False)
         arrow = arrow.replace_schema_metadata({METADATA_KEY: described.encode()})

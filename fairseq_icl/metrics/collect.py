@@ -10,7 +10,6 @@ because one of the vectors was zero, `undefined_NAME` the number of values left 
 activations that are not finite because training diverged).
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,13 +29,20 @@ from fairseq_icl.reading import Reading
 TRAINING_EXAMPLES = 100  # the authors look at attention to training tokens for the first 100 examples
 
 
+class ByName(dict[str, Series]):
+    """Series by name; one that is asked for and missing is begun."""
+
+    def __missing__(self, name: str) -> Series:
+        return self.setdefault(name, Series(name))
+
+
 class Seen:
     """The values collected so far, by name. Small, and can be sent between processes."""
 
     def __init__(self) -> None:
-        self.metrics: dict[str, Series] = defaultdict(Series)
-        self.labels: dict[str, Series] = defaultdict(Series)
-        self.sets: dict[str, Series] = defaultdict(Series)
+        self.metrics = ByName()
+        self.labels = ByName()
+        self.sets = ByName()
 
     def extend(self, other: "Seen") -> None:
         """Take in what another has seen."""

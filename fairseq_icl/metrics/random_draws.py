@@ -6,6 +6,7 @@ so baselines need no generator state and a repeated run writes the same bytes.
 
 import math
 import zlib
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,18 +17,28 @@ MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
-    """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64."""
-    size = math.prod(shape)
-    start = _mix(example.cpu().numpy().astype(np.uint64) + (np.uint64(zlib.crc32(stream.encode())) << np.uint64(32)))
-    counter = np.arange(1, size + 1, dtype=np.uint64) * GOLDEN_GAMMA  # (size,)
-    bits = _mix(start[:, None] + counter)  # (n, size)
-    numbers = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return torch.from_numpy(numbers.reshape(len(start), *shape))
+    """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64. Not to be written into."""
+    return _uniform(tuple(example.tolist()), shape, stream)
 
 
 def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
-    """Independent standard normal numbers, by the inverse distribution function: (n,) -> (n, *shape) float64."""
-    return torch.special.ndtri(uniform(example, shape, stream).clamp_min(2.0**-54))  # ndtri(0) would be -inf
+    """Independent standard normal numbers: (n,) example positions -> (n, *shape) float64. Not to be written into."""
+    return _gaussian(tuple(example.tolist()), shape, stream)
+
+
+@lru_cache(maxsize=2)  # the metrics with and without normalising follow each other and use the same draws
+def _uniform(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> Tensor:
+    first = np.array(example, dtype=np.uint64) + (np.uint64(zlib.crc32(stream.encode())) << np.uint64(32))
+    counter = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * GOLDEN_GAMMA  # (size,)
+    bits = _mix(_mix(first)[:, None] + counter)  # (n, size)
+    numbers = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(numbers.reshape(len(example), *shape))
+
+
+@lru_cache(maxsize=2)
+def _gaussian(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> Tensor:
+    """The inverse of the normal distribution function at uniform numbers, kept off 0 where it is -inf."""
+    return torch.special.ndtri(_uniform.__wrapped__(example, shape, stream).clamp_min(2.0**-54))
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

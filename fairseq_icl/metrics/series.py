@@ -13,7 +13,8 @@ class Series:
     repetitions, so the order of batches and examples seen twice (fairseq's padding of shards) do not matter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.parts: list[tuple[np.ndarray, ...]] = []
         self.is_ratio = self.is_per_layer = self.counts_zero_updates = False
 
@@ -32,9 +33,7 @@ class Series:
             denominator = np.isfinite(value).astype(np.float64)
             numerator = np.where(denominator > 0, value, 0.0)
         if len(numerator) != len(example):
-            raise ValueError(
-                f"a metric gave {len(numerator)} values for {len(example)} examples; it must give one each"
-            )
+            raise ValueError(f"{self.name}: {len(numerator)} values for {len(example)} examples")
         zeros = np.zeros(len(numerator)) if zero_updates is None else _columns(zero_updates).sum(1)
         self.parts.append((example.cpu().numpy(), numerator, denominator, zeros))
 

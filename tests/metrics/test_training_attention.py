@@ -1,0 +1,102 @@
+"""Attention to training tokens: pairing by row, weights, and what is expected of chance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fairseq_icl.metrics import training_attention as ta
+from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
+from fairseq_icl.observe.observation import Observation
+from tests.metrics.observations import random_observation
+
+# Rows 7, 8, 9 with 2, 1 and 3 tokens; context: BOS a a EOS b EOS c c c EOS
+LENGTHS, SPANS = {7: 2, 8: 1, 9: 3}, {7: (1, 3), 8: (4, 5), 9: (6, 9)}
+
+
+def recorded(rows: list[int]) -> torch.Tensor:
+    """Query vectors of training sequences: BOS is 0, the others tell row and place: row * 10 + place."""
+    numbers = [value for row in rows for value in [0, *(row * 10 + place for place in range(LENGTHS[row]))]]
+    return torch.tensor(numbers, dtype=torch.float32)[None, :, None].expand(3, -1, 8)
+
+
+def aligned(training_rows: list[int], **options: int) -> TrainingTokens:
+    lengths = [LENGTHS[row] + 1 for row in training_rows]
+    rows = [7, 8, 9]
+    return TrainingTokens.align(
+        recorded(training_rows), training_rows, lengths, rows, [SPANS[row] for row in rows], **options
+    )
+
+
+def attention_of(icl: Observation, ft: Observation, **options: int) -> TrainingAttention:
+    generator = torch.Generator().manual_seed(5)
+    training = replace(aligned([7, 8, 9], **options), queries=torch.randn(3, 6, 8, generator=generator))
+    return TrainingAttention.of(torch.arange(len(icl)), icl, ft, training)
+
+
+def test_tokens_are_paired_by_row_whatever_the_order_of_training():
+    expected = aligned([7, 8, 9])
+    assert expected.queries[0, :, 0].tolist() == [70, 71, 80, 90, 91, 92]
+    assert expected.context_position.tolist() == [1, 2, 4, 6, 7, 8]
+    assert expected.demonstration.tolist() == [0, 0, 1, 2, 2, 2]
+    assert torch.equal(aligned([9, 7, 8]).queries, expected.queries)
+
+
+def test_a_demonstration_missing_on_one_side_is_left_out():
+    tokens = aligned([9, 7])
+    assert tokens.queries[0, :, 0].tolist() == [70, 71, 90, 91, 92]
+    assert tokens.demonstration.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_sequences_of_different_length_cannot_be_paired():
+    with pytest.raises(ValueError, match="row 7: 2 tokens in training, 3 in the prompt"):
+        TrainingTokens.align(torch.zeros(1, 3, 8), [7], [3], [7], [(1, 4)])
+
+
+def test_nothing_in_common_is_an_error():
+    with pytest.raises(ValueError, match="no demonstration"):
+        TrainingTokens.align(torch.zeros(1, 3, 8), [7], [3], [8], [(1, 3)])
+
+
+def test_k_is_clipped_to_what_exists():
+    tokens = aligned([7, 8, 9])
+    assert (tokens.used_top_tokens, tokens.used_top_examples) == (6, 3)
+    attention = attention_of(random_observation(0), random_observation(1))
+    assert (ta.recall_tokens(attention) == 1).all()
+
+
+def test_weights_sum_to_one_over_tokens_and_over_demonstrations():
+    attention = attention_of(random_observation(0), random_observation(1))
+    for weights in (attention.icl_tokens, attention.ft_tokens, attention.icl_examples, attention.ft_examples):
+        assert torch.allclose(weights.double().sum(-1), torch.ones(6, 3, dtype=torch.float64), atol=1e-6)
+
+
+def test_identical_weights_agree_completely():
+    attention = attention_of(random_observation(0), random_observation(1), top_examples=2, top_tokens=3)
+    attention = replace(attention, ft_tokens=attention.icl_tokens, ft_examples=attention.icl_examples)
+    for name in ("recall_tokens", "recall_examples"):
+        assert (getattr(ta, name)(attention) == 1).all()
+    for name in ("kendall_tokens", "kendall_examples"):
+        assert torch.allclose(getattr(ta, name)(attention).value, torch.ones(6, 3, dtype=torch.float64))
+
+
+def test_equal_query_vectors_tie():
+    training = aligned([7, 8, 9])
+    training = replace(training, queries=torch.randn(3, 1, 8).expand(3, 6, 8))
+    weights = ta.finetuning_weights(random_observation(0), training)
+    assert (weights == weights[..., :1]).all()
+
+
+def test_chance_recall_is_k_over_the_number_of_tokens_and_chance_kendall_is_zero():
+    many = random_observation(0, n=400)
+    attention = attention_of(many, many, top_examples=2, top_tokens=2)
+    assert float(ta.recall_tokens_random(attention).mean()) == pytest.approx(2 / 6, abs=0.03)
+    assert float(ta.recall_examples_random(attention).mean()) == pytest.approx(2 / 3, abs=0.03)
+    assert float(ta.kendall_tokens_random(attention).value.mean()) == pytest.approx(0, abs=0.05)
+    assert float(ta.kendall_examples_random(attention).value.mean()) == pytest.approx(0, abs=0.05)
+
+
+def test_an_observation_without_context_is_refused():
+    icl = replace(random_observation(0), context_row=None)
+    with pytest.raises(ValueError, match="context_row"):
+        ta.icl_weights(icl, aligned([7, 8, 9]))
