@@ -88,11 +88,6 @@ def sim_aou_norm_random_matched(zsl: Observation, icl: Observation, ft: Observat
     return sim_aou_random_matched(zsl, icl, ft, example, normalize=True)
 
 
-def unrelated_sim_aou_norm(icl_growth: Tensor, ft_growth: Tensor) -> Tensor:
-    """sqrt((1 - 1/g_icl)(1 - 1/g_ft)) / 2 with g = |h| / |h_zsl| >= 1: SimAOU_norm of orthogonal updates."""
-    return torch.sqrt((1 - 1 / icl_growth) * (1 - 1 / ft_growth)) / 2
-
-
 def _state(observation: Observation, normalize: bool) -> Tensor:
     state = observation.attention_output.double()  # (n, L, d)
     return unit(state) if normalize else state

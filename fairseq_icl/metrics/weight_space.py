@@ -59,10 +59,3 @@ def head_matrices(inputs: Tensor, is_token: Tensor, projections: Projections, he
     values = values * is_token[:, None, :, None]
     split = (*keys.shape[:-1], heads, keys.shape[-1] // heads)  # (n, L, T, H, D)
     return torch.einsum("nlthv,nlthk->nlhvk", values.reshape(split), keys.reshape(split))
-
-
-def finetuning_update(
-    inputs: Tensor, is_token: Tensor, base: Projections, finetuned: Projections, heads: int
-) -> Tensor:
-    """dW_ft = V_ft^T K_ft - V^T K on the same inputs (n, L, T, d): (n, L, H, D, D)"""
-    return head_matrices(inputs, is_token, finetuned, heads) - head_matrices(inputs, is_token, base, heads)
