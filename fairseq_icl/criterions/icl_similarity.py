@@ -23,7 +23,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.collect import Collector
 from fairseq_icl.metrics.training_attention import TrainingTokens
 from fairseq_icl.observe import Observation, PrefixCache, concatenate, observe_queries
-from fairseq_icl.observe.activations import save_activations
+from fairseq_icl.observe.activations import PRECISIONS, save_activations
 from fairseq_icl.observe.weight_updates import observe_weight_updates
 from fairseq_icl.reading import CHOICES, PAPER
 from fairseq_icl.results import means, provenance, write_results
@@ -66,6 +66,9 @@ class ICLSimilarityConfig(FairseqDataclass):
     save_activations: Optional[str] = field(
         default=None,
         metadata=_help("write the observed activations to FILE.safetensors, in half precision as the authors did"),
+    )
+    activation_precision: ChoiceEnum(list(PRECISIONS)) = field(
+        default="half", metadata=_help("precision of --save-activations")
     )
     other_finetuned: Optional[str] = field(
         default=None,
@@ -160,7 +163,7 @@ class ICLSimilarity(FairseqCriterion):
             if self.cfg.results:
                 write_results(self.cfg.results, table, self._provenance(method))
             if self.cfg.save_activations:
-                save_activations(self.cfg.save_activations, *_in_order(kept))
+                save_activations(self.cfg.save_activations, *_in_order(kept), str(self.cfg.activation_precision))
             print(summary(overall), flush=True)
         self._start()
 

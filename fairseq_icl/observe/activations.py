@@ -1,8 +1,9 @@
 """Raw observations in a safetensors file, for those who want more than the metrics.
 
 Tensors are named SETTING.FIELD (`icl.attention_output`) after the fields of `Observation`. Activations are in half
-precision, which is what the authors recorded. Rows of attention have no padding: `SETTING.attention_row` is
-(layers, heads, sum of query lengths), one example after the other; `query_length` tells where each ends.
+precision, which is what the authors recorded, unless asked for otherwise. Rows of attention have no padding:
+`SETTING.attention_row` is (layers, heads, sum of query lengths), one example after the other; `query_length` tells
+where each ends.
 """
 
 import os
@@ -17,10 +18,13 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.observe.observation import Observation
 
-HALF = ("attention_output", "attention_row", "query_vector", "context_row")
+ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row")
+PRECISIONS = {"half": torch.float16, "single": torch.float32}
 
 
-def save_activations(path: str | Path, example: Tensor, settings: Mapping[str, Observation]) -> None:
+def save_activations(
+    path: str | Path, example: Tensor, settings: Mapping[str, Observation], precision: str = "half"
+) -> None:
     """Write the observations of all settings; `example` (n,) are the positions in the validation set."""
     path = Path(path)
     tensors = {"example": example}
@@ -29,7 +33,9 @@ def save_activations(path: str | Path, example: Tensor, settings: Mapping[str, O
             if name == "attention_row":
                 value = _without_padding(observation)
             if value is not None:
-                tensors[f"{setting}.{name}"] = (value.half() if name in HALF else value).contiguous()
+                tensors[f"{setting}.{name}"] = (
+                    value.to(PRECISIONS[precision]) if name in ACTIVATIONS else value
+                ).contiguous()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
@@ -46,7 +52,7 @@ def load_activations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]:
     fields: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         setting, field = name.split(".")
-        fields.setdefault(setting, {})[field] = tensor.float() if field in HALF else tensor
+        fields.setdefault(setting, {})[field] = tensor.float() if field in ACTIVATIONS else tensor
     for values in fields.values():
         values["attention_row"] = _with_padding(values["attention_row"], values["query_length"])
     return example, {setting: Observation(**values) for setting, values in fields.items()}

@@ -125,17 +125,21 @@ class DemonstrationPromptingTask(FairseqTask):
                 self.training_queries[row] = observe_training_queries(model, tokens)
         loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         if not ignore_grad:
+            self._control(model).check_finite(optimizer, sample["rows"])
             rows, loss_sum, size = self._step
             self._step = (rows + sample["rows"], loss_sum + float(loss.detach()), size + int(sample_size))
         return loss, sample_size, logs
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         """Gradients are final here (averaged and clipped): limit and record them per layer, then step."""
-        if self._gradients is None:
-            self._gradients = GradientControl(self.cfg, model.decoder)
-        self._gradients.before_step(optimizer, model, update_num, self._step)
+        self._control(model).before_step(optimizer, model, update_num, self._step)
         self._step = ([], 0.0, 0)
         super().optimizer_step(optimizer, model, update_num)
+
+    def _control(self, model: BaseFairseqModel) -> GradientControl:
+        if self._gradients is None:
+            self._gradients = GradientControl(self.cfg, model.decoder)
+        return self._gradients
 
     def valid_step(self, sample: dict[str, Any], model: BaseFairseqModel, criterion: Any) -> Any:
         if not sample:  # a process of several whose share has run out
