@@ -124,6 +124,9 @@ def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:
 
 def _check_together(spec: DatasetSpec, check: "_Checker") -> None:
     """What the keys must fulfil together."""
+    for file_name in (spec.name, *spec.splits.values()):
+        if re.search(r"[/\\\x00]", file_name):
+            check.fail(f"{file_name!r} is part of file names and must not hold / or \\")
     if spec.has_classes == bool(spec.options_from):
         check.fail("give either label_words (the same for all rows) or options (of each row)")
     if spec.has_classes and len(spec.label_words) < 2:

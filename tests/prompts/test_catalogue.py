@@ -92,6 +92,7 @@ def test_missing_yaml_file_is_reported(tmp_path: Path) -> None:
         ({"options": {"from": "x"}}, "either label_words .* or options"),
         ({"splits": {"test": "test"}}, "splits.test: only train and valid"),
         ({"splits": ["train"]}, "splits must be a mapping"),
+        ({"splits": {"train": "../train"}}, "'../train' is part of file names"),
         ({"cut": {"other": "_"}}, "cut.other: not among fields"),
         ({"papers": {"x": 3}}, "papers must be a mapping"),
     ],
