@@ -1,0 +1,68 @@
+"""Seconds, peak memory and the machine's own speed."""
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from fairseq_icl.bench.shapes import Shape
+
+
+def interleave(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Best seconds of each way: all run once a round, so that a busy machine slows them alike.
+
+    The best and not the mean, because whatever else the machine does can only add.
+    """
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(rounds):
+        for name, way in ways.items():
+            best[name] = min(best[name], seconds(way))
+    return best
+
+
+def seconds(way: Callable[[], object]) -> float:
+    """Wall-clock seconds of one run."""
+    gc.collect()
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def gemm_rate(shape: Shape, rows: int, rounds: int = 5) -> float:
+    """Floating-point operations per second of bare fp32 matrix products: `rows` tokens through a feed-forward block.
+
+    Several pairs of matrices take turns, so that, as in a model, weights come from memory and not from the cache.
+    """
+    pairs = [(torch.randn(4 * shape.width, shape.width), torch.randn(shape.width, 4 * shape.width)) for _ in range(4)]
+    inputs = torch.randn(rows, shape.width)
+    inner, outer = torch.empty(rows, 4 * shape.width), torch.empty(rows, shape.width)
+
+    def multiply() -> None:
+        for up, down in pairs:
+            torch.mm(inputs, up.T, out=inner)
+            torch.mm(inner, down.T, out=outer)
+
+    multiply()
+    return len(pairs) * 2 * (2 * rows * 4 * shape.width**2) / interleave({"gemm": multiply}, rounds)["gemm"]
+
+
+def peak_bytes_of(way: Callable[[], object]) -> int:
+    """How far the resident memory of this process rises above its present size while `way` runs (Linux)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    way()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(field: str) -> int:
+    """A memory figure of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)

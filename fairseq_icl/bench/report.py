@@ -1,0 +1,164 @@
+"""What a benchmark found, as text, as docs/benchmark.md and as docs/benchmark.png."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing measured both ways. Seconds, bytes of peak memory beside the weights, bytes on disk."""
+
+    what: str
+    ours: float | None = None
+    authors: float | None = None
+    ours_memory: int | None = None
+    authors_memory: int | None = None
+    ours_disk: float | None = None
+    authors_disk: float | None = None
+    gemm_share: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster our way is."""
+        return self.authors / self.ours if self.ours and self.authors else None
+
+    def cells(self) -> list[str]:
+        """The row as text, in the order of `HEADER`."""
+        return [
+            self.what,
+            _text(self.ours, "{:.3f}"),
+            _text(self.authors, "{:.3f}"),
+            _text(self.ratio, "{:.1f}"),
+            _text(self.ours_memory and self.ours_memory / MEBI, "{:,.0f}"),
+            _text(self.authors_memory and self.authors_memory / MEBI, "{:,.0f}"),
+            _text(self.ours_disk and self.ours_disk / 1000, "{:,.1f}"),
+            _text(self.authors_disk and self.authors_disk / 1000, "{:,.1f}"),
+            _text(self.gemm_share and 100 * self.gemm_share, "{:.0f} %"),
+        ]
+
+
+HEADER = ["", "ours s", "authors s", "times faster", "ours MiB", "authors MiB", "ours kB", "authors kB", "of GEMM rate"]
+EXPLANATION = (
+    "s: seconds, the best of several runs in turn. MiB: peak memory above the weights, in a process of its own. "
+    "kB: written to disk per example. GEMM rate: bare matrix products with as many rows, measured in the same run."
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A figure that is to stay on one side of a bound."""
+
+    what: str
+    value: float
+    bound: float
+    at_least: bool = False
+
+    @property
+    def kept(self) -> bool:
+        """Whether it did."""
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def line(self) -> str:
+        """One line of text."""
+        wanted = f"{'at least' if self.at_least else 'at most'} {self.bound:g}"
+        return f"{'ok    ' if self.kept else 'MISSED'}  {self.what}: {self.value:.3g} ({wanted})"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep: seconds a query once the prefix is there, and what else it costs."""
+
+    sweep: str
+    x: int
+    context: int
+    prefix: float
+    ours: float
+    authors: float
+
+
+@dataclass
+class Findings:
+    """All that one run of the benchmark found."""
+
+    title: str
+    rows: list[Row] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Everything, for the terminal."""
+        parts = [self.title, _aligned([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
+        if self.points:
+            parts.append(_aligned([SWEEP_HEADER, *map(_sweep_cells, self.points)]))
+        parts += ["\n".join(self.notes), "\n".join(limit.line() for limit in self.limits)]
+        return "\n\n".join(part for part in parts if part)
+
+    def markdown(self) -> str:
+        """Everything, as a page."""
+        parts = [f"# Benchmark\n\n{self.title}", _markdown([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
+        if self.points:
+            parts += ["![cost per query](benchmark.png)", _markdown([SWEEP_HEADER, *map(_sweep_cells, self.points)])]
+        parts += ["\n".join(f"- {note}" for note in self.notes)]
+        parts += ["\n".join(f"- {limit.line()}" for limit in self.limits)]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """benchmark.md and, if there was a sweep, benchmark.png."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "benchmark.md").write_text(self.markdown())
+        if self.points:
+            plot(self.points, folder / "benchmark.png")
+
+
+SWEEP_HEADER = ["sweep", "context tokens", "prefix, once: s", "ours: ms a query", "authors: ms a query", "times faster"]
+
+
+def _sweep_cells(point: Point) -> list[str]:
+    name = f"{point.x} {point.sweep}"
+    times = [f"{point.prefix:.2f}", f"{1000 * point.ours:.1f}", f"{1000 * point.authors:.0f}"]
+    return [name, f"{point.context:,}", *times, f"{point.authors / point.ours:.0f}"]
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    """Milliseconds a query against what is swept, both ways, logarithmic."""
+    sweeps = list(dict.fromkeys(point.sweep for point in points))
+    figure = Figure(figsize=(4.5 * len(sweeps), 3.4))  # not pyplot, which would want a screen
+    axes = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)
+    for axis, sweep in zip(axes[0], sweeps, strict=True):
+        chosen = [point for point in points if point.sweep == sweep]
+        x = [point.x for point in chosen]
+        axis.plot(x, [1000 * point.authors for point in chosen], "o-", color="#a33", label="authors' way")
+        axis.plot(x, [1000 * point.ours for point in chosen], "o-", color="#357", label="ours, after the prefix")
+        axis.set(xlabel=sweep, xscale="log", yscale="log", xticks=x, xticklabels=x)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("milliseconds a query")
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _text(value: float | None, pattern: str) -> str:
+    return "" if value is None else pattern.format(value)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    header, *rows = ["| " + " | ".join(row) + " |" for row in table]
+    return "\n".join([header, "|---" + "|--:" * (len(table[0]) - 1) + "|", *rows])
