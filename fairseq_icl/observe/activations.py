@@ -27,19 +27,20 @@ def save_activations(
 ) -> None:
     """Write the observations of all settings; `example` (n,) are the positions in the validation set."""
     path = Path(path)
-    tensors = {"example": example}
+    tensors = {"example": example.int()}
     for setting, observation in settings.items():
         for name, value in vars(observation).items():
             if name == "attention_row":
                 value = _without_padding(observation)
             if value is not None:
-                tensors[f"{setting}.{name}"] = (
-                    value.to(PRECISIONS[precision]) if name in ACTIVATIONS else value
-                ).contiguous()
+                kind = value.dtype if value.is_floating_point() else torch.int32
+                kind = PRECISIONS[precision] if name in ACTIVATIONS else kind
+                tensors[f"{setting}.{name}"] = value.to(kind).contiguous()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
             save_file(tensors, Path(folder) / path.name)
+            os.chmod(Path(folder) / path.name, 0o644)  # safetensors makes files that only their owner can read
             os.replace(Path(folder) / path.name, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
@@ -48,11 +49,11 @@ def save_activations(
 def load_activations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]:
     """(example, observations by setting) of a file that `save_activations` wrote."""
     tensors = load_file(path)
-    example = tensors.pop("example")
+    example = tensors.pop("example").long()
     fields: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         setting, field = name.split(".")
-        fields.setdefault(setting, {})[field] = tensor.float() if field in ACTIVATIONS else tensor
+        fields.setdefault(setting, {})[field] = tensor.float() if tensor.is_floating_point() else tensor.long()
     for values in fields.values():
         values["attention_row"] = _with_padding(values["attention_row"], values["query_length"])
     return example, {setting: Observation(**values) for setting, values in fields.items()}

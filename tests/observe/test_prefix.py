@@ -1,0 +1,79 @@
+"""A pass on a shared prefix gives what the whole prompt gives, for every kind of fairseq decoder."""
+
+import pytest
+import torch
+
+from fairseq_icl.observe import prefix as prefix_module
+from fairseq_icl.observe.prefix import features_on_prefix, run_prefix, supports_prefix
+from fairseq_icl.observe.probe import attention_modules
+from fairseq_icl.observe.queries import PrefixCache, observe_queries
+from tests.observe.tiny import CONTEXT, make_queries, tiny_model
+
+KINDS = {
+    "sinusoidal": {},
+    "learned positions": {"decoder_learned_pos": True},
+    "no positions": {"no_token_positional_embeddings": True},
+    "post-norm": {"decoder_normalize_before": False},
+    "no final norm": {"no_decoder_final_norm": True},
+    "embedding norm": {"layernorm_embedding": True, "no_scale_embedding": True},
+    "one head": {"decoder_attention_heads": 1},
+    "beyond the table of positions": {"max_target_positions": 30},
+}
+TOKENS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+@torch.no_grad()
+def test_features_equal_those_of_the_whole_prompt(changes: dict[str, object]) -> None:
+    decoder = tiny_model(**changes).decoder
+    whole = torch.cat([torch.tensor([CONTEXT, CONTEXT]), TOKENS], dim=1)
+    expected = decoder.extract_features(whole, None)[0][:, len(CONTEXT) :]
+    features = features_on_prefix(decoder, TOKENS, run_prefix(decoder, CONTEXT))
+    torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_final_layer_norm_may_be_missing() -> None:
+    model = tiny_model()
+    model.decoder.layer_norm = None
+    queries = make_queries("single")
+    whole = observe_queries(model, queries, context=CONTEXT)
+    shared = observe_queries(model, queries, context=CONTEXT, prefix=run_prefix(model.decoder, CONTEXT))
+    torch.testing.assert_close(shared.option_logprobs, whole.option_logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100])
+@torch.no_grad()
+def test_pieces_of_any_size_give_the_same_prefix(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = tiny_model().decoder
+    expected = run_prefix(decoder, CONTEXT)
+    monkeypatch.setattr(prefix_module, "PIECE", piece)
+    prefix = run_prefix(decoder, CONTEXT)
+    assert prefix.length == len(CONTEXT)
+    torch.testing.assert_close(prefix.keys, expected.keys, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(prefix.values, expected.values, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_decoder_is_left_as_it_was() -> None:
+    decoder = tiny_model().decoder
+    before = decoder(TOKENS)[0]
+    features_on_prefix(decoder, TOKENS, run_prefix(decoder, CONTEXT))
+    assert torch.equal(decoder(TOKENS)[0], before)
+    assert "forward" not in vars(decoder.embed_positions)
+    assert not any("forward" in vars(module) for module in attention_modules(decoder))
+
+
+def test_attention_that_is_not_fairseqs_own_runs_the_whole_prompt() -> None:
+    model = tiny_model()
+    module = model.decoder.layers[1].self_attn
+    module.__class__ = type("MomentumAttention", (type(module),), {})
+    assert not supports_prefix(model.decoder)
+    assert PrefixCache().of(model, CONTEXT) is None
+
+
+def test_cache_runs_a_context_once() -> None:
+    model, cache = tiny_model(), PrefixCache()
+    first = cache.of(model, CONTEXT)
+    assert cache.of(model, list(CONTEXT)) is first
+    assert cache.of(model, CONTEXT[:-1]).length == len(CONTEXT) - 1
