@@ -88,9 +88,7 @@ class ICLSimilarity(FairseqCriterion):
         chosen = {name: str(cfg[name]) for name in READING_FLAGS if cfg[name] is not None}
         self.reading = dataclasses.replace(task.reading, **chosen)
         self.names = [name.strip() for name in cfg.metrics.split(",")] if cfg.metrics else None
-        self.other = (
-            read_other(cfg.other_finetuned, task.base_sha256, task.cfg.linearize) if cfg.other_finetuned else None
-        )
+        self.other = read_other(cfg.other_finetuned, task) if cfg.other_finetuned else None
         self.prefixes = PrefixCache()
         self._start()
 
@@ -108,14 +106,7 @@ class ICLSimilarity(FairseqCriterion):
             )
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
         seen = self._observe(model, queries)
-        extras = {}
-        if self.other is not None:
-            with weights_in_place(model, self.other):
-                extras["other_ft"] = observe_queries(model, queries, position=self.reading.position)
-        if "ft" in seen and "sim_weights" in (self.names or ()):
-            with model.base_weights():
-                prefix = self.prefixes.of(model, self.task.prompts.context)
-            extras["weights"] = observe_weight_updates(model, queries, prefix, self.reading.position)
+        extras = self._observe_extras(model, queries) if "ft" in seen else {}
         self.collector.add(example, **seen, **extras)
         if self.cfg.save_activations:
             self.kept.append((example, seen))
@@ -127,17 +118,32 @@ class ICLSimilarity(FairseqCriterion):
 
     def _observe(self, model: nn.Module, queries: list) -> dict[str, Observation]:
         """The three settings on one batch, or two if nothing was fine-tuned."""
-        position, context = self.reading.position, self.task.prompts.context
         wants_context = self.training is not None or self.cfg.save_activations is not None
+        wanted = {"position": self.reading.position, "context_row": wants_context}
         with model.base_weights():
-            seen = {"zsl": observe_queries(model, queries, position=position)}
+            context = self.task.prompts.context
             prefix = self.prefixes.of(model, context)
-            seen["icl"] = observe_queries(
-                model, queries, context=context, prefix=prefix, position=position, context_row=wants_context
-            )
+            seen = {
+                "zsl": observe_queries(model, queries, **wanted),
+                "icl": observe_queries(model, queries, context=context, prefix=prefix, **wanted),
+            }
         if model.is_trained:
-            seen["ft"] = observe_queries(model, queries, position=position)
+            seen["ft"] = observe_queries(model, queries, **wanted)
         return seen
+
+    def _observe_extras(self, model: nn.Module, queries: list) -> dict[str, Any]:
+        """What single metrics need besides: a second fine-tuned model, updates in weight space."""
+        extras: dict[str, Any] = {}
+        if self.other is not None:
+            with weights_in_place(model, self.other):
+                extras["other_ft"] = observe_queries(model, queries, position=self.reading.position)
+        if "sim_weights" in (self.names or ()):
+            with model.base_weights():
+                prefix = self.prefixes.of(model, self.task.prompts.context)
+            if prefix is None:
+                raise UserError("--metrics sim_weights: defined for fairseq's own attention only; leave it out")
+            extras["weights"] = observe_weight_updates(model, queries, prefix, self.reading.position)
+        return extras
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:

@@ -1,0 +1,104 @@
+"""Observing the golden model gives the authors' records: zero-shot, in-context and after fine-tuning."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
+from fairseq_icl.observe import Observation, PrefixCache, concatenate, observe_queries, plan_batches
+from fairseq_icl.prompts.build import PromptSet, build_prompts
+from fairseq_icl.prompts.catalogue import load_spec
+from fairseq_icl.reading import Reading
+from tests.golden.folder import Golden
+
+TOLERANCE = 1e-5
+PARTS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+
+
+@cache
+def model_of(root: Path) -> PretrainedLM:
+    golden = Golden(root)
+    return PretrainedLM(load_decoder(root / "model" / "model.pt", golden.dictionary)).eval()
+
+
+@pytest.fixture
+def model(golden: Golden) -> PretrainedLM:
+    return model_of(golden.root)
+
+
+@pytest.fixture
+def prompts(golden: Golden, golden_case: tuple[str, int], golden_spec: Callable[[str], Path]) -> PromptSet:
+    task, permutation = golden_case
+    return build_prompts(
+        load_spec(str(golden_spec(task))),
+        golden.root / "data",
+        golden.encode,
+        num_demonstrations=len(golden.tokens(task, permutation)["ft"]["src_tokens"]),
+        seed=golden.setting("seed", task),
+        permutation=permutation,
+        reading=Reading(),
+    )
+
+
+def assert_is_record(seen: Observation, path: Path) -> None:
+    with np.load(path) as stored:
+        expected = dict(stored)
+    np.testing.assert_array_equal(seen.gold, expected["gold"])
+    np.testing.assert_array_equal(seen.prediction, expected["pred"])
+    np.testing.assert_array_equal(seen.query_length, expected["query_len"])
+    close = {"rtol": TOLERANCE, "atol": TOLERANCE}
+    np.testing.assert_allclose(seen.option_logprobs, expected["option_scores"], **close)
+    np.testing.assert_allclose(seen.attention_output, expected["self_attn_out"], **close)
+    np.testing.assert_allclose(seen.attention_row, expected["attn_map"], **close)
+    if "attn_q" in expected:
+        np.testing.assert_allclose(seen.query_vector, expected["attn_q"], **close)
+    # A sum over heads of scores of either sign: its rounding is that of the large scores, also where the sum is small.
+    context = expected["attn_map_ctx"]
+    np.testing.assert_allclose(seen.context_row, context, rtol=0, atol=TOLERANCE * max(1, np.abs(context).max()))
+
+
+def test_zero_shot(golden: Golden, golden_case: tuple[str, int], model: PretrainedLM, prompts: PromptSet) -> None:
+    seen = observe_queries(model, prompts.queries, context_row=True)
+    assert_is_record(seen, golden.root / "records" / f"{golden_case[0]}_zs.npz")
+
+
+@pytest.mark.parametrize("way", ["whole prompt", "shared prefix", "shared prefix in batches"])
+def test_in_context(
+    way: str, golden: Golden, golden_case: tuple[str, int], model: PretrainedLM, prompts: PromptSet
+) -> None:
+    task, permutation = golden_case
+    wanted = {"context": prompts.context, "context_row": True}
+    if way != "whole prompt":
+        wanted["prefix"] = PrefixCache().of(model, prompts.context)
+    if way == "shared prefix in batches":
+        batches = plan_batches(prompts.queries, max_tokens=64)
+        seen = concatenate([observe_queries(model, [prompts.queries[i] for i in b], **wanted) for b in batches])
+        seen = seen.take(torch.argsort(torch.tensor([index for batch in batches for index in batch])))
+    else:
+        seen = observe_queries(model, prompts.queries, **wanted)
+    assert_is_record(seen, golden.root / "records" / f"{task}_p{permutation}_icl.npz")
+
+
+@pytest.mark.parametrize("method", ["vanilla", "layer_causal"])
+def test_fine_tuned(
+    method: str, golden: Golden, golden_case: tuple[str, int], model: PretrainedLM, prompts: PromptSet
+) -> None:
+    """The authors' final weights, put into the model, give their records; afterwards the base is back."""
+    case = "{}_p{}".format(*golden_case)
+    trained = {
+        f"decoder.layers.{layer}.self_attn.{part}": torch.tensor(weights)
+        for part in PARTS
+        for layer, weights in enumerate(np.load(golden.root / "ft" / f"{case}_{method}.npz")[f"final.{part}"])
+    }
+    model.load_state_dict(trained)
+    try:
+        seen = observe_queries(model, prompts.queries, context_row=True)
+        assert_is_record(seen, golden.root / "records" / f"{case}_ftzs_{method}.npz")
+        with model.base_weights():
+            test_zero_shot(golden, golden_case, model, prompts)
+    finally:
+        model.reset_to_base()
