@@ -199,7 +199,7 @@ class LinearizedLM(PretrainedLM):
             raise RuntimeError(f"{type(module).__name__} of a linearized model runs only inside model.evaluate(fn)")
 
 
-def _find_slots(model: nn.Module, names: Iterable[str]) -> dict[str, list[tuple[nn.Module, str]]]:
+def _find_slots(model: nn.Module, names: list[str]) -> dict[str, list[tuple[nn.Module, str]]]:
     """Name -> all (module, attribute) that hold this parameter: several where weights are tied."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unknown = [name for name in names if name not in parameters]
@@ -207,7 +207,7 @@ def _find_slots(model: nn.Module, names: Iterable[str]) -> dict[str, list[tuple[
         raise UserError(
             f"--train-parameters: no parameter {unknown[0]!r}; the first of the model is {next(iter(parameters))!r}"
         )
-    first_name = {id(parameters[name]): name for name in reversed(list(names))}
+    first_name = {id(parameters[name]): name for name in reversed(names)}
     slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in reversed(first_name.values())}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
