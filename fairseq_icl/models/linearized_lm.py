@@ -55,7 +55,7 @@ class LinearizedLM(PretrainedLM):
         # Activation checkpointing would run layers again after their weights have been put back, so it is undone.
         super().__init__(unwrap_checkpoint(decoder))
         self._in_pass = False
-        self._restored = False
+        self._is_trained = False
         self._slots = _find_slots(self, list(trained_names))
         for parameter in self.parameters():
             parameter.requires_grad_(False)
@@ -112,11 +112,12 @@ class LinearizedLM(PretrainedLM):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the deltas come from a checkpoint."""
-        return self._restored
+        """Whether there is a fine-tuned model to look at, even if its deltas should be zero."""
+        return self._is_trained
 
     def keep_base(self) -> None:
-        """Nothing to do: the pretrained weights never change."""
+        """Training begins. There is nothing to remember: the pretrained weights never change."""
+        self._is_trained = True
 
     @torch.no_grad()
     def reset_to_base(self) -> None:
@@ -141,7 +142,7 @@ class LinearizedLM(PretrainedLM):
         self.reset_to_base()
         super().load_state_dict(deltas, strict, model_cfg, args)
         self._base.clear()  # where the ordinary model remembers its base; here that would be a copy of zeros
-        self._restored = True
+        self._is_trained = True
 
     def _tangents(self, function: Callable[[], Any]) -> list[Tensor | None]:
         """J delta of each leaf that `function` returns; None for a leaf that does not depend on the deltas."""
