@@ -29,6 +29,7 @@ setup(
         "filelock==4.2.10",
         "hydra-core==1.3.2",
         "omegaconf==2.3.0",
+        "pyyaml==6.0.3",
         "hydra-joblib-launcher==1.2.0",
         "hydra-submitit-launcher==1.2.0",
     ],

@@ -11,10 +11,10 @@ __version__ = "0.1.0"
 
 install_excepthook()
 
-from fairseq_icl import compat  # noqa: E402
+from fairseq_icl import compat
 
 compat.apply()
 
-from fairseq_icl.criterions import icl_similarity, layer_causal_ce  # noqa: E402, F401
-from fairseq_icl.models import linearized_lm, pretrained_lm  # noqa: E402, F401
-from fairseq_icl.tasks import demonstration_prompting  # noqa: E402, F401
+from fairseq_icl.criterions import icl_similarity, layer_causal_ce
+from fairseq_icl.models import linearized_lm, pretrained_lm
+from fairseq_icl.tasks import demonstration_prompting

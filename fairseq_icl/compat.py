@@ -6,11 +6,15 @@ the package is imported, which fairseq does for `--user-dir`, and may be called 
 
 import argparse
 import collections
+import logging
 import sys
 import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+# Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing.
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 
 import torch
 from fairseq import checkpoint_utils, options
@@ -51,6 +55,7 @@ def silence_warnings_about_fairseq() -> None:
         r"`torch\.jit\.script` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("hydra").setLevel(logging.WARNING)  # fairseq's import leaves the root logger at DEBUG
 
 
 def allow_checkpoint_classes() -> None:
