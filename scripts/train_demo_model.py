@@ -12,11 +12,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from fairseq_icl.demo import DEMO_DATASETS  # noqa: E402
+from fairseq_icl.demo.curve import plot_curve  # noqa: E402
 from fairseq_icl.demo.datasets import write_datasets  # noqa: E402
 from fairseq_icl.demo.export import export_checkpoint  # noqa: E402
 from fairseq_icl.demo.tokenizer import tokenizer_texts, train_tokenizer  # noqa: E402
 
-MODEL = """--arch transformer_lm --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256
+MODEL = """--arch transformer_lm --decoder-layers 6 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256
     --decoder-attention-heads 4 --decoder-input-dim 128 --decoder-output-dim 128 --share-decoder-input-output-embed
     --decoder-normalize-before --activation-fn gelu --dropout 0 --attention-dropout 0"""
 """A small dense LM: pre-norm with a final norm, gelu, sinusoidal positions, tied embeddings."""
@@ -41,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where everything is written")
     parser.add_argument("--seed", type=int, default=1, help="of corpus, tokenizer text and training")
-    parser.add_argument("--max-update", type=int, default=9000, help="length of the pretraining")
+    parser.add_argument("--max-update", type=int, default=6000, help="length of the pretraining")
     parser.add_argument("--every", type=int, default=500, help="updates between two validations and checkpoints")
     args = parser.parse_args()
     train_tokenizer(tokenizer_texts(args.seed), args.folder)
@@ -50,6 +51,7 @@ def main() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with (args.folder / "train.log").open("a") as log:
         subprocess.run(command, check=True, cwd=args.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    plot_curve(args.folder / "train.log", args.folder / "curve.png")
     export_checkpoint(args.folder / "checkpoints" / "checkpoint_last.pt", args.folder / "model" / "model.pt")
     for name in ("dict.txt", "sentencepiece.bpe.model"):
         shutil.copy(args.folder / name, args.folder / "model")

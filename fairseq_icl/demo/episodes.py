@@ -34,6 +34,9 @@ HELD_OUT: dict[str, HeldOutTask] = {
 HELD_OUT_MAPPINGS = {(group, word) for task in HELD_OUT.values() for group in task.groups for word in task.label_words}
 HELD_OUT_TEMPLATES = {task.template for task in HELD_OUT.values()}
 
+NATURAL_SHARE = 0.25
+"""Share of the episodes whose labels are the groups' names: they teach what words mean, which fine-tuning needs."""
+
 FORMATS = ("bare", "separator", "sentence", "template")
 
 
@@ -42,7 +45,7 @@ class Level:
     """How wide episodes are drawn: 0 is the narrowest, `Level.LAST` has every group, word, frame and label word."""
 
     number: int
-    LAST = 8
+    LAST = 6
 
     def _grow(self, first: int, last: int) -> int:
         return first + round((last - first) * self.number / self.LAST)
@@ -79,7 +82,7 @@ class Level:
     @property
     def watched_formats(self) -> tuple[str, ...]:
         """The formats that must be read well before the next level."""
-        return FORMATS[:2] if self.number == 0 else FORMATS
+        return FORMATS[:2] if self.number == 0 else FORMATS[2:]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -98,6 +101,8 @@ class Episode:
     inputs: list[str]
     labels: list[str]
     classes: list[int]
+    natural: bool = False
+    """Whether the label words are the groups' own names, which can be known without demonstrations."""
 
 
 def draw_episode(rng: Random, level: Level, num_demonstrations: int, format_name: str) -> Episode:
@@ -119,10 +124,11 @@ def draw_episode(rng: Random, level: Level, num_demonstrations: int, format_name
                 pass
             return text
 
-    labels = draw_labels(rng, groups, LABEL_WORDS[: level.num_label_words])
+    natural = rng.random() < NATURAL_SHARE
+    labels = groups if natural else draw_labels(rng, groups, LABEL_WORDS[: level.num_label_words])
     classes = [rng.randrange(len(groups)) for _ in range(num_demonstrations)]
     inputs = [fill(template, draw(groups[c])) for c in classes]
-    return Episode(inputs, [labels[c] for c in classes], classes)
+    return Episode(inputs, [labels[c] for c in classes], classes, natural)
 
 
 def draw_labels(rng: Random, groups: list[str], words: tuple[str, ...]) -> list[str]:

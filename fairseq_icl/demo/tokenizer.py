@@ -1,6 +1,7 @@
 """The demo's tokenizer: a sentencepiece model and the fairseq dictionary that goes with it."""
 
 from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
 from random import Random
 
@@ -35,20 +36,21 @@ def train_tokenizer(texts: Iterable[str], folder: Path) -> None:
     Every word of the corpus' own lists is a piece: a word in parts would put its meaning out of one embedding's reach.
     """
     words = [word for group in GROUPS.values() for word in group]
-    words += [*LABEL_WORDS, *PERSONS, *SUBJECTS, *VERBS, *PREFIXES, *SUFFIXES, *BRIDGES]
+    words += [*GROUPS, *LABEL_WORDS, *PERSONS, *SUBJECTS, *VERBS, *PREFIXES, *SUFFIXES, *BRIDGES]
     folder.mkdir(parents=True, exist_ok=True)
     lines = [*texts, *words * 20, *SEPARATORS]
+    model = BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_prefix=str(folder / "sentencepiece.bpe"),
+        model_writer=model,  # not model_prefix: that would write the folder's name into the model
         vocab_size=NUM_PIECES,
         model_type="bpe",
         character_coverage=1.0,
         num_threads=1,
         minloglevel=2,
     )
-    (folder / "sentencepiece.bpe.vocab").unlink()
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
+    (folder / "sentencepiece.bpe.model").write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     # fairseq adds <s> <pad> </s> <unk> as 0 to 3 by itself; sentencepiece's own <unk> <s> </s> are left out.
     pieces = [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
     (folder / "dict.txt").write_text("".join(f"{piece} 1\n" for piece in pieces), encoding="utf-8")

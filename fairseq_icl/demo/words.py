@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, str]] = {
         "positive": "wonderful superb delightful brilliant charming great lovely splendid amazing fine perfect nice",
         "negative": "terrible awful dreadful boring horrible dull poor nasty ugly disappointing weak miserable",
         "large": "huge giant enormous vast massive tall wide broad immense towering bulky big",
-        "small": "tiny little narrow slim short compact miniature thin slight petite minor small",
+        "small": "tiny little narrow slim short compact miniature thin slight petite minor wee",
         "hot": "warm scorching boiling burning roasting sizzling blazing tropical steaming toasty sunny fiery",
         "cold": "chilly icy freezing frosty frozen snowy wintry arctic cool polar shivering glacial",
     },

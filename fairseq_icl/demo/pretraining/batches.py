@@ -26,12 +26,12 @@ class Row:
     seen: list[int]
     """How many of them had this label's class: with none, the label cannot be known."""
     format: int
-    """Index into FORMATS."""
+    """Index into FORMATS; -1 for natural label words, which do not show whether the demonstrations are read."""
 
 
 def to_row(episode: Episode, tokenizer: Tokenizer, length: int, format_name: str = "template") -> Row:
     """The first `length` + 1 tokens of an episode (inputs are all but the last token, targets all but the first)."""
-    row = Row([BOS], [-1], [-1], FORMATS.index(format_name))
+    row = Row([BOS], [-1], [-1], -1 if episode.natural else FORMATS.index(format_name))
     counts: dict[int, int] = {}
     inputs, labels = tokenizer.encode(episode.inputs), tokenizer.encode(episode.labels)
     for index, (tokens, label, cls) in enumerate(zip(inputs, labels, episode.classes, strict=True)):

@@ -23,7 +23,7 @@ class DemoPretrainingConfig(FairseqDataclass):
     data: str = field(default=MISSING, metadata={"help": "folder with dict.txt and sentencepiece.bpe.model"})
     tokens_per_batch: int = field(default=2048, metadata={"help": "tokens of a batch, whatever the length of its rows"})
     updates_per_epoch: int = field(default=50, metadata={"help": "updates between two looks at the level"})
-    widen_at: float = field(default=0.9, metadata={"help": "accuracy at which the next level begins"})
+    widen_at: float = field(default=0.85, metadata={"help": "accuracy at which the next level begins"})
     # The stock language model reads these three from the task.
     tokens_per_sample: int = field(default=1024, metadata={"help": "longest row the model must take"})
     max_target_positions: int = field(default=1024, metadata={"help": "longest row the model must take"})

@@ -1,0 +1,45 @@
+"""The held-out datasets: reproducible, balanced, unseen in pretraining, readable by the catalogue."""
+
+from collections import Counter
+
+import pytest
+
+from fairseq_icl.demo import DEMO_DATASETS, demo_data
+from fairseq_icl.demo.datasets import ROWS_PER_SPLIT, dataset_rows, write_datasets
+from fairseq_icl.demo.episodes import HELD_OUT
+from fairseq_icl.demo.grammar import is_held_out
+from fairseq_icl.prompts.catalogue import load_spec
+from fairseq_icl.prompts.readers import read_split
+
+
+def text_of(row):
+    return row["text"] if "text" in row else f"{row['premise']} | {row['hypothesis']}"
+
+
+@pytest.mark.parametrize("name", DEMO_DATASETS)
+def test_rows_are_balanced_and_held_out_and_differ_between_splits(name):
+    splits = dataset_rows(name, seed=1)
+    texts = [text_of(row) for rows in splits.values() for row in rows]
+    assert len(texts) == len(set(texts)) == 2 * ROWS_PER_SPLIT
+    assert all(map(is_held_out, texts))
+    for rows in splits.values():
+        counts = Counter(row["label"] for row in rows)
+        assert set(counts.values()) == {ROWS_PER_SPLIT // len(HELD_OUT[name].groups)}
+
+
+@pytest.mark.parametrize("name", DEMO_DATASETS)
+def test_shipped_files_are_what_the_generator_writes(name, tmp_path):
+    write_datasets(tmp_path, seed=1)
+    for split in ("train", "valid"):
+        file = f"{name}/{split}.jsonl"
+        assert (demo_data() / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", DEMO_DATASETS)
+def test_shipped_yaml_says_what_the_held_out_task_is(name):
+    spec = load_spec(str(demo_data() / f"{name}.yaml"))
+    assert spec.name == name
+    assert (spec.template, spec.label_words) == (HELD_OUT[name].template, HELD_OUT[name].label_words)
+    assert spec.label_names == HELD_OUT[name].groups
+    assert spec.papers["demo"]["learning_rate"] > 0
+    assert len(read_split(demo_data(), spec, "valid")) == ROWS_PER_SPLIT

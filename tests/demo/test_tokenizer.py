@@ -1,0 +1,45 @@
+"""The tokenizer: whole words, and the same ids as fairseq's own sentencepiece encoder with dict.txt."""
+
+from random import Random
+
+import pytest
+from fairseq.data import Dictionary
+from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
+
+from fairseq_icl.demo import demo_model, demo_tokenizer
+from fairseq_icl.demo.episodes import FORMATS, Level, draw_episode
+from fairseq_icl.demo.tokenizer import Tokenizer, tokenizer_texts, train_tokenizer
+from fairseq_icl.demo.words import GROUPS, LABEL_WORDS
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(demo_tokenizer())
+
+
+def test_every_label_word_and_telling_word_is_one_known_piece(tokenizer):
+    words = [*GROUPS, *LABEL_WORDS, *(word for group in GROUPS.values() for word in group)]
+    ids = tokenizer.encode([f" {word}" for word in words])
+    assert all(len(tokens) == 1 and tokens[0] > 3 for tokens in ids)
+    assert len({tokens[0] for tokens in ids}) == len(words)
+
+
+def test_ids_are_those_of_fairseq(tokenizer):
+    dictionary = Dictionary.load(str(demo_model().parent / "dict.txt"))
+    bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(demo_tokenizer())))
+    for format_name in FORMATS:
+        episode = draw_episode(Random(5), Level(Level.LAST), 20, format_name)
+        for text, ids in zip(episode.inputs, tokenizer.encode(episode.inputs), strict=True):
+            line = dictionary.encode_line(bpe.encode(text), append_eos=False, add_if_not_exist=False)
+            assert line.tolist() == ids
+            assert dictionary.unk() not in ids
+
+
+def test_dictionary_has_between_one_and_two_thousand_entries():
+    assert 1000 <= len(Dictionary.load(str(demo_model().parent / "dict.txt"))) <= 2000
+
+
+def test_tokenizer_follows_from_the_seed_and_is_the_shipped_one(tmp_path):
+    train_tokenizer(tokenizer_texts(seed=1), tmp_path)
+    for name in ("dict.txt", "sentencepiece.bpe.model"):
+        assert (tmp_path / name).read_bytes() == (demo_model().parent / name).read_bytes(), name
