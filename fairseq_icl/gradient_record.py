@@ -110,12 +110,13 @@ class GradientRecorder:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, temporary, compression="zstd")
-            temporary.replace(self.path)
+            try:
+                pq.write_table(table, temporary, compression="zstd")
+                temporary.replace(self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"--record-gradients {self.path}: cannot be written ({error.strerror})") from error
-        finally:
-            temporary.unlink(missing_ok=True)
         self._written = len(self.steps)
 
     def _columns(self) -> dict[str, np.ndarray]:
