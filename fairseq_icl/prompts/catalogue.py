@@ -8,6 +8,8 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import yaml
 
 from fairseq_icl.errors import UserError
 
+ENTRY_POINT_GROUP = "fairseq_icl.datasets"
 FOLDER = Path(__file__).parent.parent / "config" / "dataset"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 KEYS = ("name", "version", "source", "fields", "cut", "template", "label", "label_words", "label_names", "options")
@@ -66,15 +69,24 @@ class DatasetSpec:
         return tuple(dict.fromkeys(path.split(".")[0] for path in paths if path))
 
 
+@cache
+def folders() -> tuple[Path, ...]:
+    """Folders of the catalogue: the package's own, then those of installed packages.
+
+    A package offers a folder of YAML files by an entry point of the group `fairseq_icl.datasets` that names a path.
+    """
+    return (FOLDER, *(Path(point.load()) for point in entry_points(group=ENTRY_POINT_GROUP)))
+
+
 def dataset_names() -> list[str]:
     """Names of the catalogue's datasets, in alphabetical order."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
 
 
 def load_spec(name_or_path: str) -> DatasetSpec:
     """The specification of a dataset of the catalogue, or of the user's own YAML file."""
     if name_or_path in dataset_names():
-        path = FOLDER / f"{name_or_path}.yaml"
+        path = next(path for folder in folders() if (path := folder / f"{name_or_path}.yaml").is_file())
     elif name_or_path.endswith((".yaml", ".yml")):
         path = Path(name_or_path)
     else:

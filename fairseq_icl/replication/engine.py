@@ -33,7 +33,7 @@ from fairseq_icl.replication.methods import get_method
 from fairseq_icl.replication.model_files import ModelFiles
 from fairseq_icl.replication.observing import load_bundle, observe_all, save_bundle
 from fairseq_icl.replication.store import Store
-from fairseq_icl.replication.training import build_task, fine_tune, parse, train_arguments, undone_afterwards
+from fairseq_icl.replication.training import GRADIENTS, build_task, fine_tune, parse, train_arguments, undone_afterwards
 from fairseq_icl.results import provenance, write_results
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingTask, freeze_all_but
 
@@ -159,8 +159,7 @@ class Engine:
     def _fine_tune_and_observe(self, cell: Cell) -> Bundle:
         with tempfile.TemporaryDirectory() as folder:
             cell = self._with_recorded_clip(cell, Path(folder))
-            record = Path(folder) / "gradients.parquet"
-            config = parse(train_arguments(cell, self.files, self.data, record=record))
+            config = parse(train_arguments(cell, self.files, self.data, Path(folder)))
             task = build_task(config)
             task.prompts = self._prompts_of(cell, task)
             base = self._base_model(cell)
@@ -169,7 +168,7 @@ class Engine:
             with undone_afterwards(model):
                 queries = fine_tune(config, task, model)
                 observation = observe_all(model, task.prompts.queries, cell.settings.reading.position)
-            gradients = torch.frombuffer(bytearray(record.read_bytes()), dtype=torch.uint8)
+            gradients = torch.frombuffer(bytearray((Path(folder) / GRADIENTS).read_bytes()), dtype=torch.uint8)
         return observation, {"gradients": gradients, "queries": queries}
 
     def _with_recorded_clip(self, cell: Cell, folder: Path) -> Cell:
@@ -210,7 +209,7 @@ class Engine:
         made_by = self._provenance | {"config": described, "checkpoints": {"base": described["model"]["sha256"]}}
         write_results(folder / "results.parquet", table, made_by)
         if finetuned:
-            (folder / "gradients.parquet").write_bytes(finetuned["gradients"].numpy().tobytes())
+            (folder / GRADIENTS).write_bytes(finetuned["gradients"].numpy().tobytes())
         (folder / "cell.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
         (folder / "time.json").write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
 

@@ -3,8 +3,10 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from fairseq_icl.demo import demo_data
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.reading import CHOICES, Reading
@@ -44,7 +46,8 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     variants = _variants(config)
     rules = [_rule(rule) for rule in config["skip"]]
     cells: list[Cell] = []
-    for init, source in itertools.product(inits, names):
+    for init, given in itertools.product(inits, names):
+        source = _source(given, config["data"])
         spec = load_spec(source)
         facts, name = _facts(spec, config), spec.name
         for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
@@ -57,6 +60,17 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     if not cells:
         raise UserError("the plan is empty: `skip` leaves nothing of the chosen dataset, method and init")
     return cells
+
+
+def _source(name: str, data: str) -> str:
+    """Where the dataset's YAML is: beside its data (DATA/NAME.yaml), else what the name or path itself says."""
+    beside = data_folder(data) / f"{name}.yaml"
+    return str(beside) if beside.is_file() else name
+
+
+def data_folder(data: str) -> Path:
+    """The folder that `data=` means: the shipped one for the word demo."""
+    return demo_data() if data == "demo" else Path(data)
 
 
 def _words(value: Any, key: str) -> list[str]:

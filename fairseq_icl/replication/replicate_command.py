@@ -25,7 +25,6 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from fairseq_icl.demo import demo_data
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import (
@@ -39,7 +38,7 @@ from fairseq_icl.replication.configuration import (
 )
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.model_files import find_model
-from fairseq_icl.replication.plan import expand
+from fairseq_icl.replication.plan import data_folder, expand
 from fairseq_icl.replication.report_command import report
 from fairseq_icl.replication.store import Store
 
@@ -93,7 +92,7 @@ def run_configuration(config: dict[str, Any]) -> None:
     for module in config["plugins"]:
         _import(module)
     cells = expand(config)
-    data = demo_data() if config["data"] == "demo" else Path(config["data"])
+    data = data_folder(config["data"])
     if not data.is_dir():
         raise UserError(f"data={data}: no such folder; give the folder with the datasets' files")
     if config["dry_run"]:

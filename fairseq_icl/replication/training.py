@@ -1,5 +1,6 @@
 """Fine-tune a model in memory as `fairseq-train` would: its parser, its Trainer, the plugin's task and criterions."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +27,11 @@ from fairseq_icl.replication.model_files import ModelFiles
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingTask
 from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
 
+GRADIENTS = "gradients.parquet"
 
-def train_arguments(cell: Cell, files: ModelFiles, data: Path, *, record: Path | None = None) -> list[str]:
-    """The command line of `fairseq-train` that fine-tunes as the cell says."""
+
+def train_arguments(cell: Cell, files: ModelFiles, data: Path, folder: Path | None = None) -> list[str]:
+    """The command line of `fairseq-train` that fine-tunes as the cell says; gradients are recorded in `folder`."""
     settings = cell.settings
     method = get_method(cell.method)
     flags = {
@@ -55,7 +58,8 @@ def train_arguments(cell: Cell, files: ModelFiles, data: Path, *, record: Path |
         "--batch-size": 1,
         "--num-workers": 0,
         "--log-format": "none",
-        "--record-gradients": record,
+        "--record-gradients": folder and folder / GRADIENTS,
+        "--save-dir": folder,  # nothing is saved, but fairseq leaves a file there when training fails
     }
     for name in _reading_flags(method.flags):
         flags[f"--{name.replace('_', '-')}"] = getattr(settings.reading, name)
@@ -86,7 +90,9 @@ def _outer_hydra() -> Iterator[None]:
     outer, base = instance.hydra, version.getbase()
     version.setbase("1.1")
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
+            yield
     finally:
         instance.clear()
         instance.hydra = outer

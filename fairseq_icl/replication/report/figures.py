@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fairseq_icl.replication.report.run import Run
 
@@ -28,6 +29,8 @@ LINES = ("-", "--", "-.", ":")
 COLOURS = ("#1b3a57", "#b5502a", "#4f7942", "#7b5ea7", "#8c6d1f", "#5a5a5a", "#2a8c8c", "#a03060")
 PANEL = (3.0, 2.5)
 PER_ROW = 3
+LEGEND_ENTRY = 2.5
+"""Inches that an entry of the legend takes."""
 SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
 NAMES = {
     "sim_aou": "SimAOU",
@@ -87,7 +90,8 @@ def legend_below(figure: Figure, axes: list[Axes]) -> None:
     """One legend for all panels, under them."""
     entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if entries:
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(4, len(entries)))
+        columns = max(1, int(figure.get_figwidth() / LEGEND_ENTRY))
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(columns, len(entries)))
 
 
 def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Iterator[Drawing]:
@@ -104,6 +108,7 @@ def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Itera
         lines = {f"{method}, {init}": line.assign(layer=line["layer"] + 1) for (init, method), line in group}
         draw_lines(ax, lines, "layer")
         ax.axhline(0, color="black", linewidth=0.6)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("layer")
         ax.set_ylabel(f"{NAMES.get(metric, metric)} (cosine)")
     legend_below(figure, axes)
@@ -131,9 +136,9 @@ def _partition(run: Run, model: str) -> Iterator[Drawing]:
     """Stacked bars: who changes predictions, split into changes that end right and that end wrong."""
     plain = run.summary[(run.summary["model"] == model) & (run.summary["variant"] == "")]
     counts = plain.pivot_table(index=["init", "method", "dataset"], columns="metric", values="mean", sort=False)
-    if "changed_both_correct" not in counts or "examples" not in counts:
+    if "accuracy_ft" not in counts:
         return
-    counts = counts[counts["changed_both_correct"].notna()].fillna(0.0)
+    counts = counts[counts["accuracy_ft"].notna()].fillna(0.0)
     groups = list(counts.groupby(level=["init", "method"], sort=False))
     figure, axes = panels([f"{method}, {init}" for (init, method), _ in groups])
     for ax, (_, group) in zip(axes, groups, strict=True):
@@ -148,6 +153,7 @@ def _partition(run: Run, model: str) -> Iterator[Drawing]:
                 bottom += share
         ax.set_xticks(places, group.index.get_level_values("dataset"), rotation=45, ha="right")
         ax.set_ylabel("examples (percent)")
+        ax.set_ylim(bottom=0)
     legend_below(figure, axes)
     caption = (
         f"{model}. Share of the validation examples whose prediction differs from the zero-shot one under ICL, under "
