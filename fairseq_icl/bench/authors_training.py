@@ -63,37 +63,40 @@ def layer_causal_loss(decoder: nn.Module, sample: Sample) -> Tensor:
     return sum(nll(decoder, layer, sample["target"]) for layer in logits)
 
 
-def step(model: nn.Module, sample: Sample, loss_of: Callable[[nn.Module, Sample], Tensor]) -> float:
+def step(
+    model: nn.Module, sample: Sample, loss_of: Callable[[nn.Module, Sample], Tensor], learning_rate: float
+) -> float:
     """One step of SGD on k and v, with the gradients of everything; returns the loss."""
     with all_weights_learn(model):
         loss = loss_of(model.decoder, sample)
         loss.backward()
         updated = [p for name, p in model.named_parameters() if "k_proj" in name or "v_proj" in name]
-        sgd(updated, sample["ntokens"])
+        sgd(updated, sample["ntokens"], learning_rate)
     return float(loss.detach())
 
 
-def step_of(model: nn.Module, method: str) -> Callable[[Sample], float]:
-    """The step of a method."""
+def step_of(model: nn.Module, method: str, learning_rate: float = LEARNING_RATE) -> Callable[[Sample], float]:
+    """The step of a method, a function from a sample to its loss before the step."""
     if method == "linearized":
-        return Linearized(model).step
+        return Linearized(model, learning_rate).step
     loss_of = layer_causal_loss if method == "lcgd" else vanilla_loss
-    return lambda sample: step(model, sample, loss_of)
+    return lambda sample: step(model, sample, loss_of, learning_rate)
 
 
 @torch.no_grad()
-def sgd(parameters: list[Tensor], num_tokens: int) -> None:
+def sgd(parameters: list[Tensor], num_tokens: int, learning_rate: float) -> None:
     """What fairseq's trainer does: gradients divided by the number of tokens, their norm taken, one plain SGD step."""
     gradients = [parameter.grad for parameter in parameters]
     torch._foreach_div_(gradients, float(num_tokens))
     torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-    torch._foreach_add_(parameters, gradients, alpha=-LEARNING_RATE)
+    torch._foreach_add_(parameters, gradients, alpha=-learning_rate)
 
 
 class Linearized:
     """f(w0) + J(w0) (w - w0) by one forward-mode pass over all weights; training differentiates through it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
         self.decoder = model.decoder
         self.base = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
         self.weights = {name: parameter.clone().requires_grad_() for name, parameter in self.base.items()}
@@ -102,9 +105,8 @@ class Linearized:
         """One step of SGD on k and v of the linearized model; returns the loss."""
         loss = nll(self.decoder, self.logits(sample["net_input"]["src_tokens"]), sample["target"])
         loss.backward()
-        sgd(
-            [weight for name, weight in self.weights.items() if "k_proj" in name or "v_proj" in name], sample["ntokens"]
-        )
+        updated = [weight for name, weight in self.weights.items() if "k_proj" in name or "v_proj" in name]
+        sgd(updated, sample["ntokens"], self.learning_rate)
         for weight in self.weights.values():
             weight.grad = None
         return float(loss.detach())

@@ -44,8 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="fairseq-icl bench",
         description="Measure our way against the authors' way on a model of random weights: scoring, fine-tuning, "
-        "metrics, memory. Both run in turn in one process, so that a busy machine slows them alike. The exit code is "
-        "1 if a figure misses its limit.",
+        "metrics, memory. Both run in turn in one process, so that a busy machine slows them alike; on a very busy one "
+        "set OMP_NUM_THREADS=1, which counts processor time instead of wall-clock time. The exit code is 1 if a figure "
+        "misses its limit.",
     )
     parser.add_argument("--shape", choices=SHAPES, default="125m", help="size of the model (default: 125m)")
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=f"any of {', '.join(PARTS)}")
@@ -62,7 +63,11 @@ def say(text: str) -> None:
 def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], None]) -> Findings:
     """Measure the parts one after another."""
     title = f"{shape.name} shape ({shape.layers} layers, width {shape.width}, vocabulary {shape.vocabulary:,}), fp32, "
-    title += f"random weights, {torch.get_num_threads()} threads ({platform.machine()}), torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    title += "random weights, " + (
+        "1 thread, processor time" if threads == 1 else f"{threads} threads, wall-clock time"
+    )
+    title += f" ({platform.machine()}), torch {torch.__version__}"
     findings = Findings(title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
     rounds, sample = (2, 2) if quick else (4, 4)
     say(f"a random model of the {shape.name} shape")

@@ -18,17 +18,22 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     """
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
+        gc.collect()
         for name, way in ways.items():
             best[name] = min(best[name], seconds(way))
     return best
 
 
 def seconds(way: Callable[[], object]) -> float:
-    """Wall-clock seconds of one run."""
-    gc.collect()
-    start = time.perf_counter()
+    """Seconds of one run."""
+    start = clock()
     way()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def clock() -> float:
+    """Wall-clock time; with a single thread (OMP_NUM_THREADS=1) processor time, which other programs hardly disturb."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 @torch.no_grad()

@@ -32,14 +32,20 @@ def batches_of(queries: Sequence[Query]) -> list[list[int]]:
     return [[int(index) for index in batch] for batch in batches]
 
 
-def score(model: nn.Module, queries: Sequence[Query], context: Sequence[int] | None, cache: PrefixCache) -> Observation:
+def score(
+    model: nn.Module,
+    queries: Sequence[Query],
+    context: Sequence[int] | None,
+    cache: PrefixCache,
+    context_row: bool = False,
+) -> Observation:
     """One setting's pass over the validation set in its own order; the prefix runs unless the cache has it."""
     prefix = None if context is None else cache.of(model, context)
     order, parts = [], []
     for batch in batches_of(queries):
         order += batch
         chosen = [queries[index] for index in batch]
-        parts.append(observe_queries(model, chosen, context=context, prefix=prefix))
+        parts.append(observe_queries(model, chosen, context=context, prefix=prefix, context_row=context_row))
     return concatenate(parts).take(torch.argsort(torch.tensor(order)))
 
 

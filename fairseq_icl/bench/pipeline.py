@@ -4,7 +4,6 @@ Neither way is charged for starting its commands and loading the base model (two
 """
 
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fairseq_icl.bench import authors, authors_training, ours
+from fairseq_icl.bench.measure import clock
 from fairseq_icl.bench.report import Findings, Limit, Row
 from fairseq_icl.bench.scoring import sample_by_length
 from fairseq_icl.bench.shapes import Shape
@@ -35,9 +35,9 @@ class Stages:
     @contextmanager
     def time(self, stage: str, scale: float = 1.0) -> Iterator[None]:
         """Add what happens inside to a stage, `scale` times."""
-        start = time.perf_counter()
+        start = clock()
         yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + scale * (time.perf_counter() - start)
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + scale * (clock() - start)
 
     def total(self) -> float:
         """All stages together."""

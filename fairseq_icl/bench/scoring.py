@@ -15,6 +15,7 @@ from fairseq_icl.bench.shapes import Shape, random_prompts
 from fairseq_icl.metrics.collect import Collector
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observe import Observation, PrefixCache
+from fairseq_icl.observe.activations import save_activations
 from fairseq_icl.prompts.build import PromptSet, Query
 from fairseq_icl.prompts.tokens import BOS
 from fairseq_icl.results import write_results
@@ -109,10 +110,10 @@ def measure_metrics(
     """Row `metrics`: from what scoring saw to all numbers on disk, and the bytes written an example."""
     sampled = sample_by_length(prompts.queries, sample)
     records = [authors.score(model, query, prompts.context) for query in sampled]
-    zsl, icl = (ours.score(model, prompts.queries, c, PrefixCache()) for c in (None, prompts.context))
+    zsl, icl = (ours.score(model, prompts.queries, c, PrefixCache(), True) for c in (None, prompts.context))
     model.keep_base()
     ours.Training(shape, model, "gd").step(ours.samples_of(prompts.finetuning[:1])[0])
-    ft = ours.score(model, prompts.queries, None, PrefixCache())
+    ft = ours.score(model, prompts.queries, None, PrefixCache(), True)
     model.reset_to_base()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{setting}.jsonl" for setting in ("zsl", "icl", "ft")]
@@ -126,10 +127,16 @@ def measure_metrics(
         )
         disk = sum(file.stat().st_size for file in files) / sample
         ours_disk = table.stat().st_size / len(prompts.queries)
+        save_activations(Path(folder) / "all.safetensors", torch.arange(len(zsl)), {"zsl": zsl, "icl": icl, "ft": ft})
+        all_disk = (Path(folder) / "all.safetensors").stat().st_size / len(prompts.queries)
     authors_seconds = best["authors"] * len(prompts.queries) / sample
     name = f"metrics and records, {len(prompts.queries)} queries"
     findings.rows.append(Row(name, best["ours"], authors_seconds, ours_disk=ours_disk, authors_disk=disk))
-    findings.limits.append(Limit("bytes written an example, share of the authors'", ours_disk / disk, 0.1))
+    findings.rows.append(Row("the same, and every activation saved", ours_disk=ours_disk + all_disk, authors_disk=disk))
+    findings.limits += [
+        Limit("bytes written an example, share of the authors'", ours_disk / disk, 0.1),
+        Limit("the same with --save-activations", (ours_disk + all_disk) / disk, 0.1),
+    ]
 
 
 def write_table(zsl: Observation, icl: Observation, ft: Observation, path: Path) -> None:

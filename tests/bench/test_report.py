@@ -1,0 +1,42 @@
+"""Tables, limits and the plot of a benchmark."""
+
+from pathlib import Path
+
+from fairseq_icl.bench.report import Findings, Limit, Point, Row
+
+ROWS = [Row("ICL scoring", 0.5, 20.0, gemm_share=0.61), Row("memory", ours_memory=2**20, authors_memory=5 * 2**20)]
+POINTS = [Point("demonstrations", k, 27 * k, 0.1 * k, 0.05, 0.1 * k) for k in (8, 64)]
+
+
+def test_row_knows_how_many_times_faster_it_is() -> None:
+    assert ROWS[0].ratio == 40
+    assert ROWS[1].ratio is None
+    assert ROWS[0].cells()[:4] == ["ICL scoring", "0.500", "20.000", "40.0"]
+    assert ROWS[1].cells()[4:6] == ["1", "5"]
+
+
+def test_limit_is_kept_on_its_side_of_the_bound() -> None:
+    assert Limit("times faster", 20.0, 20, at_least=True).kept
+    assert not Limit("times faster", 19.9, 20, at_least=True).kept
+    assert Limit("share", 0.1, 0.1).kept
+    assert Limit("share", 0.2, 0.1).line() == "MISSED  share: 0.2 (at most 0.1)"
+
+
+def test_text_has_a_line_for_every_row_limit_and_point() -> None:
+    findings = Findings("a title", ROWS, [Limit("times faster", 40, 20, at_least=True)], POINTS, ["a note"])
+    text = findings.text()
+    for part in ("a title", "ICL scoring", "8 demonstrations", "a note", "ok      times faster: 40 (at least 20)"):
+        assert part in text
+
+
+def test_page_and_plot_are_written(tmp_path: Path) -> None:
+    Findings("a title", ROWS, [], POINTS).write(tmp_path)
+    page = (tmp_path / "benchmark.md").read_text()
+    assert "![cost per query](benchmark.png)" in page
+    assert page.count("\n| ") == 2 * (1 + 2)  # header and rows of two tables
+    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_plot_without_a_sweep(tmp_path: Path) -> None:
+    Findings("a title", ROWS).write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.md"]
