@@ -155,12 +155,19 @@ def layer_states(decoder: nn.Module, layers: range, point: str) -> Iterator[dict
             hooks.enter_context(layer.register_forward_pre_hook(_cut_graph))
             if index in layers:
                 hooks.enter_context(_observe(layer, point, states, index))
+            else:
+                # Or DistributedDataParallel would find this layer's parameters in the output and wait for gradients.
+                hooks.enter_context(layer.register_forward_hook(_drop_graph))
         yield states
 
 
 def _cut_graph(layer: nn.Module, args: tuple) -> tuple:
     # Passes without a graph have nothing to cut, and detach would drop the tangents of forward-mode differentiation.
     return (args[0].detach(), *args[1:]) if torch.is_grad_enabled() else args
+
+
+def _drop_graph(layer: nn.Module, args: tuple, output: tuple) -> tuple:
+    return (output[0].detach(), *output[1:]) if torch.is_grad_enabled() else output
 
 
 def _observe(layer: nn.Module, point: str, states: dict[int, Tensor], index: int) -> torch.utils.hooks.RemovableHandle:
