@@ -50,6 +50,11 @@ class Drawing:
     caption: str
     figure: Figure
 
+    def save(self, target: Any, **options: Any) -> None:
+        """Write the figure to a path or file; the same numbers give the same bytes."""
+        with mpl.rc_context(STYLE):
+            self.figure.savefig(target, **options)
+
 
 def all_figures(run: Run) -> Iterator[Drawing]:
     """Every figure that the run has numbers for."""

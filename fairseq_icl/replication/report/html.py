@@ -115,7 +115,7 @@ def figure_html(drawing: Drawing) -> str:
 def svg(drawing: Drawing) -> bytes:
     """The figure as SVG, without a date, so that the same numbers give the same bytes."""
     content = io.BytesIO()
-    drawing.figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+    drawing.save(content, format="svg", metadata={"Date": None, "Creator": None})
     return content.getvalue()
 
 

@@ -42,8 +42,7 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
 def _write_figures(drawings: list[Drawing], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for drawing in drawings:
-        metadata = {"Software": None}  # the same numbers give the same bytes
-        drawing.figure.savefig(folder / f"{drawing.name}.png", dpi=DOTS_PER_INCH, metadata=metadata)
+        drawing.save(folder / f"{drawing.name}.png", dpi=DOTS_PER_INCH, metadata={"Software": None})
 
 
 def markdown_page(run: Run, tables: list[Table], drawings: list[Drawing]) -> str:

@@ -1,0 +1,214 @@
+"""Tables and figures from results written by the real writer."""
+
+import base64
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.replication.report.run import Run, load_run
+from fairseq_icl.replication.report.tables import comparison_tables, paper_tables, published_figures
+from fairseq_icl.replication.report.text import escaped, latex, markdown, plain
+from fairseq_icl.replication.report.write import write_report
+from fairseq_icl.replication.report_command import main
+from fairseq_icl.replication.store import Store
+from fairseq_icl.results import COLUMNS, write_results
+
+DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
+LAYERS = 3
+SHARES = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa")
+SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_before", "sim_am_after", "sim_am_delta", "alpha")
+COUNTS = [f"changed_{who}_{how}" for who in ("both", "only_icl", "only_ft") for how in ("correct", "incorrect")]
+
+
+def table_of(dataset: str, seed: int, method: str, init: str) -> pd.DataFrame:
+    """A cell's table with recognisable numbers: seeds differ by 0.1, layers by 0.01."""
+    base = 0.1 * seed
+    rows = [(metric, None, base, base - 0.05, base + 0.05) for metric in (*SHARES, *SIMILARITIES)]
+    rows += [(metric, layer, base + 0.01 * layer, None, None) for metric in SIMILARITIES for layer in range(LAYERS)]
+    rows += [(metric, None, 2.0, None, None) for metric in COUNTS] + [("examples", None, 20.0, None, None)]
+    frame = pd.DataFrame(rows, columns=["metric", "layer", "value", "low", "high"])
+    frame = frame.assign(dataset=dataset, seed=seed, permutation=0, method=method, init=init, example=pd.NA)
+    examples = frame.iloc[:1].assign(example=0, value=1.0)
+    return pd.concat([frame, examples])[list(COLUMNS)].astype(COLUMNS)
+
+
+def make_run(folder: Path, tables_shown: list[str], variants: tuple[str, ...] = ("",), missing: str = "") -> Run:
+    """A results folder with two methods, three seeds and every dataset; the cells of `missing` are not finished."""
+    store = Store(folder)
+    entries = []
+    for number, variant in enumerate(variants):
+        for dataset in DATASETS:
+            for method in ("gd", "lcgd"):
+                for seed in (1, 2, 3):
+                    key = f"{dataset}{method}{seed}v{number}"
+                    place = {"model": "125m", "init": "pretrained", "dataset": dataset, "method": method}
+                    entries.append({**place, "variant": variant, "seed": seed, "permutation": 0, "key": key})
+                    if dataset != missing:
+                        write_cell(store, key, dataset, seed, method, 0.01 * 3**number)
+    store.add_plan({"experiment": "test", "tables": tables_shown, "cells": entries})
+    return load_run(folder)
+
+
+def write_cell(store: Store, key: str, dataset: str, seed: int, method: str, rate: float) -> None:
+    configuration = {"cell": {"method": method, "settings": {"learning_rate": rate, "num_demonstrations": 8}}}
+
+    def write(folder: Path) -> None:
+        write_results(folder / "results.parquet", table_of(dataset, seed, method, "pretrained"), configuration)
+        (folder / "cell.json").write_text(json.dumps(configuration))
+
+    store.finish(key, write)
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("run"), ["deutch2024_table2", "dai2023_accuracy"])
+
+
+def test_every_published_table_is_well_formed():
+    figures = published_figures()
+    for name, said in figures["tables"].items():
+        assert said["paper"] in figures["papers"], name
+        for row in said["rows"]:
+            for figure in row.get("published", {}).values():
+                assert len(figure["values"]) == len(said["columns"]), (name, row["label"])
+                assert len(figure.get("sd", said["columns"])) == len(said["columns"])
+            assert set(row.get("doubtful", {})) <= set(said["columns"])
+
+
+def test_published_numbers_are_those_of_the_papers():
+    """Spot checks against the papers, and their printed averages against their own columns."""
+    said = published_figures()["tables"]
+    assert said["dai2023_accuracy"]["rows"][2]["published"]["2.7b"]["values"] == [95.0, 46.5, 91.3, 90.3, 80.3, 55.4]
+    assert said["deutch2024_table1"]["rows"][2]["doubtful"]["subj"].startswith("reads 0.06")
+    for name, table in said.items():
+        for row in table["rows"]:
+            for figure in row.get("published", {}).values():
+                if "avg" in figure:
+                    assert np.mean(figure["values"]) == pytest.approx(figure["avg"], abs=0.006), (name, row["label"])
+
+
+def test_ours_stands_beside_the_published_figure(complete):
+    table2, accuracy = paper_tables(complete)
+    label, entries = table2.rows[0]
+    assert label == "SimAOU_norm, GD"
+    first, average = entries[0], entries[-1]
+    assert first.mean == pytest.approx(0.2)
+    assert first.sd == pytest.approx(0.1)
+    assert (first.low, first.high) == pytest.approx((0.15, 0.25))
+    assert (first.published, first.published_sd) == (0.11, 0.00)
+    assert first.difference == pytest.approx(0.09)
+    assert (average.mean, average.published) == pytest.approx((0.2, 0.187))
+    assert accuracy.rows[0][1][0].mean == pytest.approx(20.0)
+    assert "Ours: 125m; published: 1.3b." in table2.notes
+
+
+def test_missing_cells_are_shown_as_missing(tmp_path):
+    run = make_run(tmp_path, ["deutch2024_table2"], missing="mr")
+    assert len(run.missing) == 6
+    (table,) = paper_tables(run)
+    entry = table.rows[0][1][table.columns.index("mr")]
+    assert (entry.mean, entry.planned, entry.published) == (None, 3, 0.22)
+    assert "missing" in plain(table)
+    assert "missing" in markdown(table)
+
+
+def test_other_datasets_keep_the_papers_rows_and_have_their_own_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.replication.test_report.DATASETS", ("demo_a", "demo_b"))
+    (table,) = paper_tables(make_run(tmp_path, ["deutch2024_table1"]))
+    assert table.columns == ("demo_a", "demo_b", "average")
+    assert table.rows[0][0] == "SimAOU, trained"
+    assert all(entry.published is None for _, entries in table.rows for entry in entries)
+
+
+def test_variants_are_compared_with_the_plain_run(tmp_path):
+    run = make_run(tmp_path, [], variants=("", "lr_scale=3"))
+    first, second = comparison_tables(run)
+    assert first.columns[:3] == ("accuracy_zsl", "accuracy_icl", "accuracy_ft")
+    assert [label for label, _ in first.rows] == ["(plain)", "lr_scale=3"]
+    assert first.rows[1][1][0].difference == pytest.approx(0.0)
+    assert "lcgd" in second.title
+
+
+def test_text_forms_hold_every_number(complete):
+    table = paper_tables(complete)[0]
+    assert "| SimAOU_norm, GD | ours | 0.20 ± 0.10 |" in markdown(table)
+    assert r"SimAOU\_norm, GD & ours & 0.20 $\pm$ 0.10" in latex(table)
+    assert escaped(r"50 % of {a_b} \ x") == r"50 \% of \{a\_b\} \textbackslash{} x"
+    assert "+0.09" in plain(table)
+
+
+class Page(HTMLParser):
+    """What an HTML page refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images, self.links, self.ids, self.tags = [], [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.tags.append(tag)
+        self.ids.add(found.get("id"))
+        if tag == "img":
+            self.images.append(found)
+        if "href" in found:
+            self.links.append(found["href"])
+
+
+def test_the_page_is_self_contained_and_every_link_has_a_target(tmp_path):
+    run = make_run(tmp_path / "run", ["deutch2024_table2"], variants=("", "lr_scale=3", "lr_scale=9"))
+    written = write_report(run, tmp_path / "report")
+    text = written["html"].read_text()
+    page = Page(text)
+    assert len(page.images) >= 8
+    for image in page.images:
+        kind, content = image["src"].split(",", 1)
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(content)).tag.endswith("svg")
+        assert image["alt"]
+    inner = [link[1:] for link in page.links if link.startswith("#")]
+    assert inner
+    assert set(inner) <= page.ids
+    assert [link for link in page.links if not link.startswith("#")] == ["data:,"]
+    assert not re.search(r"""(src|href)=["']?(https?:|//|/)""", text)
+    assert "@import" not in text
+
+
+def test_the_same_numbers_give_the_same_bytes(complete, tmp_path):
+    first, second = (write_report(complete, tmp_path / name) for name in ("a", "b"))
+    for name in first:
+        assert first[name].read_bytes() == second[name].read_bytes(), name
+    figures = sorted((tmp_path / "a" / "figures").iterdir())
+    assert figures
+    assert all(path.read_bytes() == (tmp_path / "b" / "figures" / path.name).read_bytes() for path in figures)
+
+
+def test_csv_has_a_line_for_every_place(complete, tmp_path):
+    path = write_report(complete, tmp_path, ("csv",))["csv"]
+    rows = list(csv.DictReader(path.open()))
+    assert len(rows) == 8 * 7 + 3 * 7
+    assert rows[0]["published"] == "0.11"
+    assert rows[0]["cells"].split() == ["sst2gd1v0", "sst2gd2v0", "sst2gd3v0"]
+    summary = pd.read_csv(tmp_path / "summary.csv")
+    assert {"mean", "sd", "low", "high", "runs", "keys"} <= set(summary)
+
+
+def test_the_command_prints_tables_and_refuses_other_folders(complete, tmp_path, capsys):
+    assert main([str(complete.folder), "--to", str(tmp_path / "r"), "--format", "md"]) == 0
+    printed = capsys.readouterr().out
+    assert "Similarities of vanilla (GD) and layer-causal (LCGD)" in printed
+    assert "36 of 36 cells finished" in printed
+    assert [path.name for path in (tmp_path / "r").glob("report.*")] == ["report.md"]
+    with pytest.raises(UserError, match="not a results folder"):
+        main([str(tmp_path)])
+    Store(tmp_path / "empty")
+    with pytest.raises(UserError, match="nothing was planned"):
+        main([str(tmp_path / "empty")])
