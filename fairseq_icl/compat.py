@@ -11,6 +11,7 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing.
@@ -22,6 +23,8 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import utils as distributed_utils
 from fairseq.registry import REGISTRIES
 from omegaconf import DictConfig, ListConfig, base, nodes
+
+from fairseq_icl.errors import UserError
 
 TASK = "demonstration_prompting"
 
@@ -36,6 +39,7 @@ def apply() -> None:
     show_plugin_in_help()
     honour_flags_in_validate()
     gather_without_cuda()
+    tell_failed_saves()
 
 
 def silence_warnings_about_fairseq() -> None:
@@ -103,6 +107,10 @@ def _add_plugin_groups(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if "--task" in action.option_strings:
             action.help = f"which registered task to use, among them {TASK}: {', '.join(sorted(TASK_REGISTRY))}"
+        if "--arch" in action.option_strings:
+            action.help = (
+                "model architecture; pretrained_lm takes it, and the weights, from the checkpoint --pretrained"
+            )
         if not action.help:
             name = (action.option_strings or [action.dest])[0]
             action.help = plain.get(name, "an option of fairseq's own, which its authors left without description")
@@ -142,3 +150,30 @@ def gather_without_cuda() -> None:
         return gathered
 
     distributed_utils.all_gather_list = all_gather_list
+
+
+def tell_failed_saves() -> None:
+    """One clear line, and no half-written file, where fairseq cannot write to `--save-dir`.
+
+    It would show a traceback of torch's file writer and leave a `.tmp` behind (fairseq/checkpoint_utils.py).
+    """
+    save, verify = checkpoint_utils.torch_persistent_save, checkpoint_utils.verify_checkpoint_directory
+
+    def torch_persistent_save(obj: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            save(obj, filename, *args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            Path(f"{filename}.tmp").unlink(missing_ok=True)
+            reason = error.strerror if isinstance(error, OSError) else "the disk may be full"
+            raise UserError(
+                f"{filename}: the checkpoint cannot be written ({reason}); free space or change --save-dir"
+            ) from error
+
+    def verify_checkpoint_directory(save_dir: str) -> None:
+        try:
+            verify(save_dir)
+        except OSError as error:
+            raise UserError(f"--save-dir {save_dir}: cannot be written ({error.strerror}); choose another") from error
+
+    checkpoint_utils.torch_persistent_save = torch_persistent_save
+    checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory

@@ -1,6 +1,7 @@
 """Real commands in real processes, as a user types them."""
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,9 +24,18 @@ class Result:
         return self.stdout + self.stderr
 
 
-def run(command: str, *arguments: object, timeout: float = 300, cwd: Path | None = None, **environment: str) -> Result:
-    """Run one of the environment's console commands (fairseq-train, fairseq-icl ...)."""
+def run(
+    command: str,
+    *arguments: object,
+    timeout: float = 600,
+    cwd: Path | None = None,
+    shell_prefix: str = "",
+    **environment: str,
+) -> Result:
+    """Run one of the environment's console commands (fairseq-train, fairseq-icl ...), in a shell set up before it."""
     words = [str(BIN / command), *map(str, arguments)]
+    if shell_prefix:
+        words = ["bash", "-c", f"{shell_prefix} exec {shlex.join(words)}"]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=variables, check=False)
     return Result(done.returncode, done.stdout, done.stderr)

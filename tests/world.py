@@ -104,12 +104,19 @@ class World:
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         return ["--user-dir", PLUGIN, "--cpu", *words]
 
-    def train(self, save_dir: Path, *flags: object, criterion: str = "cross_entropy", **changes: object) -> Result:
+    def train(
+        self,
+        save_dir: Path,
+        *flags: object,
+        criterion: str = "cross_entropy",
+        shell_prefix: str = "",
+        **changes: object,
+    ) -> Result:
         """fairseq-train on the demonstrations."""
         common = ["--arch", "pretrained_lm", "--criterion", criterion, "--save-dir", save_dir]
         sgd = ["--optimizer", "sgd", "--lr", "0.1", "--disable-validation", "--no-epoch-checkpoints"]
         task = self.task_flags(**({"pretrained": self.model} | changes))
-        return run("fairseq-train", self.data, *task, *common, *sgd, *flags)
+        return run("fairseq-train", self.data, *task, *common, *sgd, *flags, shell_prefix=shell_prefix)
 
     def validate(self, path: Path, *flags: object, criterion: str = "icl_similarity", **changes: object) -> Result:
         """fairseq-validate of a checkpoint."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.linearized_lm import LINEARIZED_MARK
+from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK
 
 
 def method_of(path: str | None) -> str:

@@ -30,10 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.dual_linear import linear_without_zero_tangents
-from fairseq_icl.models.pretrained_lm import Observed, PretrainedLM
-
-LINEARIZED_MARK = "linearized"
-"""Key in a checkpoint's model state which says that its tensors are deltas, not weights."""
+from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, Observed, PretrainedLM
 
 
 class BaseWithGradientToDelta(torch.autograd.Function):

@@ -26,6 +26,8 @@ INITS = ("pretrained", "untrained", "trained-embeddings", "layer-norms")
 EMBEDDINGS = ("embed_tokens.", "output_projection.", "embed_positions.")
 LAYER_NORMS = ("self_attn_layer_norm.", "final_layer_norm.")
 FINAL_NORM = "layer_norm."
+LINEARIZED_MARK = "linearized"
+"""Key in a checkpoint's model state which says that its tensors are deltas, not weights."""
 FINAL_NORM_VERSION = 3
 """fairseq's marker for decoders with a final layer norm; without it fairseq removes that norm while loading."""
 
@@ -110,6 +112,8 @@ class PretrainedLM(FairseqLanguageModel):
     ) -> None:
         """Put fine-tuned weights over the base ones, which are remembered."""
         parameters = dict(self.named_parameters())
+        if LINEARIZED_MARK in state_dict:
+            raise UserError("the checkpoint is of a linearized model: add --linearize")
         unknown = sorted(set(state_dict) - set(parameters))
         if unknown:
             raise UserError(f"the checkpoint trained {unknown[0]}, which the base model does not have")

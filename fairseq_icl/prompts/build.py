@@ -19,7 +19,7 @@ from fairseq_icl.prompts import sampling
 from fairseq_icl.prompts.catalogue import DatasetSpec
 from fairseq_icl.prompts.readers import Row, read_split
 from fairseq_icl.prompts.render import render
-from fairseq_icl.prompts.tokens import BOS, EOS, Encode, encode_text, is_prefix
+from fairseq_icl.prompts.tokens import BOS, EOS, UNKNOWN, Encode, encode_text, is_prefix
 from fairseq_icl.reading import Reading
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ def build_prompts(
     switch_labels: str = "none",
     switch_fraction: float = 1.0,
     switch_seed: int | None = None,
+    missing_class: str = "warn",
     bos: int = BOS,
     eos: int = EOS,
 ) -> PromptSet:
@@ -138,7 +139,7 @@ def build_prompts(
     icl_order, finetuning_order = sampling.demonstration_orders(num_demonstrations, seed, permutation, reading)
     room = max_positions - max(query.longest for query in queries)
     icl_order, context, spans = _build_context(demonstrations, shown, icl_order, room, bos, eos)
-    _warn(spec, num_demonstrations, [shown[i] for i in icl_order], max_positions)
+    _warn(spec, num_demonstrations, [shown[i] for i in icl_order], max_positions, missing_class)
     if reading.finetuning_demonstrations == "fitting":
         finetuning_order = [i for i in finetuning_order if i in set(icl_order)]
     return PromptSet(
@@ -199,7 +200,7 @@ def _finetuning_sequence(demonstration: Query, label: int, loss_on: str, bos: in
     return FinetuningSequence(demonstration.row, (bos, *inputs, *labels), scored)
 
 
-def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int) -> None:
+def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, missing_class: str) -> None:
     """Say what the authors' code passes over in silence: demonstrations that do not fit, classes never shown."""
     if len(shown) < k:
         logger.warning(
@@ -208,7 +209,10 @@ def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int) -
         )
     missing = [word for number, word in enumerate(spec.label_words) if number not in shown]
     if shown and missing:
-        logger.warning(f"{spec.name}: no demonstration in the prompt has the label {', '.join(missing)}")
+        text = f"{spec.name}: no demonstration in the prompt has the label {', '.join(missing)}"
+        if missing_class == "refuse":
+            raise UserError(f"{text}; raise --num-demonstrations or take another --seed")
+        logger.warning(text)
 
 
 class RowEncoder:
@@ -245,6 +249,11 @@ class RowEncoder:
         for word, ids in tokens.items():
             if not ids:
                 raise UserError(f"dataset {self.spec.name}: label word {word!r} has no tokens; choose another word")
+            if set(ids) == {UNKNOWN}:
+                raise UserError(
+                    f"dataset {self.spec.name}: label word {word!r} is unknown to the dictionary; choose the model's "
+                    "tokenizer with --bpe, or another word"
+                )
         for first, second in permutations(tokens, 2):
             if is_prefix(tokens[first], tokens[second]):
                 raise UserError(

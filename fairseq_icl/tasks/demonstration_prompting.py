@@ -86,6 +86,7 @@ class DemonstrationPromptingTask(FairseqTask):
             switch_labels=str(cfg.switch_labels),
             switch_fraction=cfg.switch_fraction,
             switch_seed=cfg.switch_seed,
+            missing_class=str(cfg.missing_class),
             bos=self.dictionary.bos(),
             eos=self.dictionary.eos(),
         )

@@ -8,8 +8,7 @@ import torch
 from fairseq.data import FairseqDataset, data_utils
 
 from fairseq_icl.prompts.build import FinetuningSequence, Query
-
-BOS, PAD = 0, 1
+from fairseq_icl.prompts.tokens import BOS, PAD
 
 
 class FinetuningDataset(FairseqDataset):
@@ -58,7 +57,7 @@ class QueryDataset(FairseqDataset):
     def __init__(self, queries: Sequence[Query]):
         super().__init__()
         self.queries = queries
-        self.lengths = np.array([_longest(query) for query in queries])
+        self.lengths = np.array([query.longest for query in queries])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         query = self.queries[index]
@@ -142,8 +141,3 @@ def _steps(sequence: FinetuningSequence, step_per: str) -> list[tuple[int, tuple
         for end, scored in enumerate(sequence.scored)
         if scored
     ]
-
-
-def _longest(query: Query) -> int:
-    """Tokens of the query's longest sequence: BOS, input and label."""
-    return 1 + max(len(text) + len(label) for text, label in zip(query.inputs, query.labels, strict=True))

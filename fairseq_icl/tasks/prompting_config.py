@@ -38,6 +38,10 @@ class DemonstrationPromptingConfig(FairseqDataclass):
     limit: Optional[int] = described("score only the first N validation examples (after shuffle and cap)")
     max_validation: int = described("cap of the validation set; the authors keep 2000 rows", 2000)
 
+    missing_class: ChoiceEnum(["warn", "refuse"]) = described(
+        "what to do if no demonstration in the prompt has one of the labels; the authors do not look", "warn"
+    )
+
     base_model: Optional[str] = described(
         "checkpoint of the pretrained model, with dict.txt beside it (default in fairseq-validate: the one that the "
         "fine-tuned checkpoint names)",
