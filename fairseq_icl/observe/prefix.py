@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 
@@ -17,19 +18,29 @@ from fairseq_icl.observe.probe import attention_modules
 
 PIECE = 512
 """Tokens of a context that run at once."""
+WIDENED = 8
+"""Dimensions that keys and values of a prefix have more than in the model."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values of a context of P tokens, per layer (P, d), heads concatenated."""
+    """Keys and values of a context of P tokens, per layer (H, P + 1, D + 8); see `with_slot` for the additions."""
 
     length: int
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
+    def tokens_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer as they are in the model: (H, P, D) each."""
+        return self.keys[layer][:, :-1, :-WIDENED], self.values[layer][:, :-1, :-WIDENED]
+
     def scores(self, query: Tensor) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context, summed over the heads: (n, L, P)."""
-        return torch.stack([query[:, layer] @ keys.T for layer, keys in enumerate(self.keys)], dim=1)
+        layers = []
+        for layer, vectors in enumerate(query.unbind(1)):
+            keys = self.tokens_of(layer)[0].transpose(0, 1).flatten(1)  # (P, d), heads concatenated
+            layers.append(vectors @ keys.T)
+        return torch.stack(layers, dim=1)
 
 
 def supports_prefix(decoder: nn.Module) -> bool:
@@ -49,14 +60,16 @@ def run_prefix(decoder: nn.Module, context: Sequence[int]) -> Prefix:
 
     In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     """
-    modules = attention_modules(decoder)
-    keys = [module.k_proj.weight.new_empty(0, module.embed_dim) for module in modules]
-    values = list(keys)
+    keys, values = [], []
+    for module in attention_modules(decoder):
+        nothing = module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim)
+        keys.append(with_slot(nothing))
+        values.append(with_slot(nothing))
 
     def attend(module: MultiheadAttention, layer: int, x: Tensor) -> Tensor:
         output, key, value = joint_attention(module, x, keys[layer], values[layer])
-        keys[layer] = torch.cat([keys[layer], key[0]])
-        values[layer] = torch.cat([values[layer], value[0]])
+        keys[layer] = torch.cat([keys[layer][:, :-1], with_slot(key[0])], dim=1)
+        values[layer] = torch.cat([values[layer][:, :-1], with_slot(value[0])], dim=1)
         return output
 
     tokens = torch.tensor([context], device=keys[0].device)
@@ -76,30 +89,42 @@ def features_on_prefix(decoder: nn.Module, tokens: Tensor, prefix: Prefix) -> Te
         return decoder.extract_features(tokens, None)[0]
 
 
+def with_slot(tokens: Tensor) -> Tensor:
+    """Keys or values (H, P, D) with one more token, zero but for a 1 in one more dimension: (H, P + 1, D + 8).
+
+    A query that ends in c scores c on this slot and its old scores on the rest. Of the eight dimensions added seven
+    are zeros: GPU kernels want widths that are multiples of eight.
+    """
+    wide = F.pad(tokens, (0, WIDENED, 0, 1))
+    wide[:, -1, -WIDENED] = 1
+    return wide
+
+
 def joint_attention(
     module: MultiheadAttention, x: Tensor, prefix_keys: Tensor, prefix_values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax over (prefix, own past) of q . k, times v, through the output projection; also the own keys and values.
+    """Attention of x (T, B, d) to (prefix, own past) with its output projection; also own keys and values (B, H, T, D).
 
-    `x` is (T, B, d), the prefix (P, d). Head by head, so that the scores (B*T, P+T) stay in the processor's cache and
-    the prefix is multiplied once with the rows of all queries, never copied for each.
+    The own part is computed first: o = softmax(s) v and c = logsumexp(s) of its scores s. With c in the slot of the
+    prefix, one fused pass over prefix and slot normalises over both parts: it gives the prefix's share of the output,
+    and in the slot the weight that o has to get. The prefix meets the rows of all queries at once, never a copy of it
+    for each, and no map of scores (B * T, P) is formed.
     """
-    length, batch, width = x.shape
+    heads = (module.num_heads, module.head_dim)
     rows = x.transpose(0, 1)  # (B, T, d)
-    query = module.q_proj(rows) * module.scaling
-    key, value = module.k_proj(rows), module.v_proj(rows)
-    future = torch.full((length, length), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
-    outputs = []
-    for head in range(module.num_heads):
-        part = slice(head * module.head_dim, (head + 1) * module.head_dim)
-        past = query[..., part].flatten(0, 1) @ prefix_keys[:, part].T  # (B*T, P)
-        own = query[..., part] @ key[..., part].transpose(1, 2) + future  # (B, T, T)
-        weights = torch.cat([past, own.flatten(0, 1)], dim=1).softmax(dim=1)
-        past, own = weights.split([past.size(1), length], dim=1)
-        seen = (own.unflatten(0, (batch, length)) @ value[..., part]).flatten(0, 1)
-        outputs.append(torch.addmm(seen, past, prefix_values[:, part]))
-    output = module.out_proj(torch.cat(outputs, dim=1))  # (B*T, d)
-    return output.view(batch, length, width).transpose(0, 1), key, value
+    query = (module.q_proj(rows) * module.scaling).unflatten(2, heads).transpose(1, 2)  # (B, H, T, D)
+    key = module.k_proj(rows).unflatten(2, heads).transpose(1, 2)
+    value = module.v_proj(rows).unflatten(2, heads).transpose(1, 2)
+    future = torch.full((x.size(0), x.size(0)), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
+    scores = query @ key.transpose(2, 3) + future  # (B, H, T, T)
+    total = scores.logsumexp(dim=3, keepdim=True)  # (B, H, T, 1)
+    own = (scores - total).exp() @ value  # (B, H, T, D)
+    wide = F.pad(torch.cat([query, total], dim=3), (0, WIDENED - 1)).transpose(0, 1)  # (H, B, T, D + 8)
+    seen = F.scaled_dot_product_attention(wide.flatten(1, 2)[None], prefix_keys[None], prefix_values[None], scale=1.0)
+    seen = seen[0].unflatten(1, wide.shape[1:3]).transpose(0, 1)  # (B, H, T, D + 8)
+    share, slot = seen[..., :-WIDENED], seen[..., -WIDENED, None]
+    attended = (share + slot * own).transpose(1, 2).flatten(2)  # (B, T, d)
+    return module.out_proj(attended).transpose(0, 1), key, value
 
 
 @contextmanager

@@ -50,7 +50,10 @@ def observe_queries(
     """
     context = (BOS,) if context is None else tuple(context)
     layout = lay_out(queries, position)
-    run = _whole_prompt(model.decoder, layout, context) if prefix is None else _on_prefix(model.decoder, layout, prefix)
+    if prefix is None:
+        run = _whole_prompt(model.decoder, layout, context, context_row)
+    else:
+        run = _on_prefix(model.decoder, layout, prefix, context_row)
     logits, record, context_scores = _evaluate(model, run)
     log_probs = model.decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu()
     scores = layout.option_scores(log_probs)
@@ -63,12 +66,12 @@ def observe_queries(
         attention_row=_right_aligned(record.scores.float().cpu(), layout.recorded_position + 1),
         query_length=layout.recorded_position + 1,
         query_vector=record.query.float().cpu(),
-        context_row=context_scores.float().cpu() if context_row else None,
+        context_row=None if context_scores is None else context_scores.float().cpu(),
     )
 
 
-Seen = tuple[Tensor, AttentionRecord, Tensor]
-"""Logits (R, V); the record with scores over the tokens after the context (n, L, H, T); context scores (n, L, P)."""
+Seen = tuple[Tensor, AttentionRecord, Tensor | None]
+"""Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, context (n, L, P)."""
 
 
 def _evaluate(model: nn.Module, run: Callable[[], Seen]) -> Any:
@@ -76,7 +79,9 @@ def _evaluate(model: nn.Module, run: Callable[[], Seen]) -> Any:
     return model.evaluate(run) if hasattr(model, "evaluate") else run()
 
 
-def _whole_prompt(decoder: nn.Module, layout: Layout, context: tuple[int, ...]) -> Callable[[], Seen]:
+def _whole_prompt(
+    decoder: nn.Module, layout: Layout, context: tuple[int, ...], context_row: bool
+) -> Callable[[], Seen]:
     """The plain pass: context and query in one sequence, by the decoder's own code."""
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
@@ -89,12 +94,12 @@ def _whole_prompt(decoder: nn.Module, layout: Layout, context: tuple[int, ...]) 
         logits = decoder.output_layer(features[layout.logit_sequence, layout.logit_position + start])
         record = probe.record()
         own = record._replace(scores=record.scores[..., start:])
-        return logits, own, record.scores[..., :start].sum(dim=2)
+        return logits, own, record.scores[..., :start].sum(dim=2) if context_row else None
 
     return run
 
 
-def _on_prefix(decoder: nn.Module, layout: Layout, prefix: Prefix) -> Callable[[], Seen]:
+def _on_prefix(decoder: nn.Module, layout: Layout, prefix: Prefix, context_row: bool) -> Callable[[], Seen]:
     """The shared-prefix pass: only the tokens after the context."""
     tokens = layout.tokens().to(next(decoder.parameters()).device)
 
@@ -103,7 +108,7 @@ def _on_prefix(decoder: nn.Module, layout: Layout, prefix: Prefix) -> Callable[[
             features = features_on_prefix(decoder, tokens, prefix)
         logits = decoder.output_layer(features[layout.logit_sequence, layout.logit_position])
         record = probe.record()
-        return logits, record, prefix.scores(record.query)
+        return logits, record, prefix.scores(record.query) if context_row else None
 
     return run
 

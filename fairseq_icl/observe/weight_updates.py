@@ -38,7 +38,7 @@ def observe_weight_updates(
         with attention_inputs(model.decoder) as inputs:
             model.decoder.extract_features(tokens.to(prefix.keys[0].device), None)
         base = matrices()
-    return WeightUpdates(icl=_prefix_matrices(modules, prefix).cpu(), ft=(model.evaluate(matrices) - base).cpu())
+    return WeightUpdates(icl=_prefix_matrices(prefix).cpu(), ft=(model.evaluate(matrices) - base).cpu())
 
 
 @contextmanager
@@ -64,10 +64,10 @@ def _matrices(module: MultiheadAttention, x: Tensor, is_token: Tensor) -> Tensor
     return head_matrices(x[:, None], is_token, projections, module.num_heads)
 
 
-def _prefix_matrices(modules: Sequence[MultiheadAttention], prefix: Prefix) -> Tensor:
+def _prefix_matrices(prefix: Prefix) -> Tensor:
     """V'^T K' of the context without its BOS, which the zero-shot prompt has too: (L, H, D, D)"""
     layers = []
-    for module, keys, values in zip(modules, prefix.keys, prefix.values, strict=True):
-        heads = (module.num_heads, module.head_dim)
-        layers.append(torch.einsum("phv,phk->hvk", values[1:].unflatten(1, heads), keys[1:].unflatten(1, heads)))
+    for layer in range(len(prefix.keys)):
+        keys, values = prefix.tokens_of(layer)
+        layers.append(values[:, 1:].transpose(1, 2) @ keys[:, 1:])
     return torch.stack(layers)

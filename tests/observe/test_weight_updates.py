@@ -36,6 +36,7 @@ def test_updates_are_sums_of_outer_products() -> None:
         with model.base_weights():
             change = change - module.v_proj(x)[:, 4:8].T @ module.k_proj(x)[:, 4:8]
         torch.testing.assert_close(updates.ft[1, layer, 1], change, rtol=1e-4, atol=1e-4)
-        icl = prefix.values[layer][1:, 4:8].T @ prefix.keys[layer][1:, 4:8]
+        keys, values = prefix.tokens_of(layer)
+        icl = values[1, 1:].T @ keys[1, 1:]
         torch.testing.assert_close(updates.icl[layer, 1], icl, rtol=1e-4, atol=1e-4)
     assert sim_weights(updates).value.shape == (3, 3)
