@@ -1,0 +1,32 @@
+"""`fairseq-icl demo`: the whole instrument on the small model that ships with it.
+
+Zero-shot, in-context and fine-tuned answers (gradient descent, layer-causal, linearized) and the untrained baselines on
+the demo datasets; the papers' two tables are printed, an HTML report with figures is written.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from fairseq_icl.demo import demo_data, demo_model
+from fairseq_icl.replication import replicate_command
+
+QUICK = ("dataset=[demo_sentiment]", "seed=[1]", "limit=60", "init=[pretrained,untrained]")
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the command."""
+    parser = argparse.ArgumentParser(prog="fairseq-icl demo", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one dataset, one seed, 60 examples: half a minute")
+    parser.add_argument("--out", type=Path, help="results folder (default: runs/demo, or runs/demo-quick)")
+    arguments = parser.parse_args(argv)
+    out = arguments.out or Path("runs") / ("demo-quick" if arguments.quick else "demo")
+    start = time.perf_counter()
+    code = replicate_command.main(["experiment=demo", f"out={out}", *(QUICK if arguments.quick else ())])
+    print(
+        f"\nDone in {time.perf_counter() - start:.0f} s. Open {out / 'report' / 'report.html'} in a browser, then try:"
+    )
+    print("  fairseq-icl replicate experiment=audit      # what each difference between code and papers does")
+    print(f"  fairseq-icl doctor {demo_model().parent}    # what is in the model's folder")
+    print(f"  fairseq-icl datasets --data {demo_data()}   # the data")
+    return code
