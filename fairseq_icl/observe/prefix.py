@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.observe.probe import attention_modules
 
-PIECE = 512
+PIECE = 256
 """Tokens of a context that run at once."""
 WIDENED = 8
 """Dimensions that keys and values of a prefix have more than in the model."""
