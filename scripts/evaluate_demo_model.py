@@ -17,8 +17,8 @@ from fairseq_icl.demo.tokenizer import Tokenizer
 from fairseq_icl.prompts.catalogue import load_spec
 
 DEMONSTRATIONS = (0, 1, 2, 4, 8, 16, 32)
-REPORTED_SEEDS, SEARCH_SEEDS = (1, 2, 3), (101, 102, 103)
-RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+REPORTED_SEEDS, SEARCH_SEEDS = (1, 2, 3), (101, 102, 103, 104, 105, 106)
+RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
 def print_row(cells: Iterable[str | int | float]) -> None:

@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where everything is written")
     parser.add_argument("--seed", type=int, default=1, help="of corpus, tokenizer text and training")
-    parser.add_argument("--max-update", type=int, default=6000, help="length of the pretraining")
+    parser.add_argument("--max-update", type=int, default=5000, help="length of the pretraining")
     parser.add_argument("--every", type=int, default=500, help="updates between two validations and checkpoints")
     args = parser.parse_args()
     train_tokenizer(tokenizer_texts(args.seed), args.folder)

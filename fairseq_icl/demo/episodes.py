@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from fairseq_icl.demo.grammar import FAMILY_OF, is_held_out, sentence
-from fairseq_icl.demo.words import BRIDGES, FAMILIES, GROUPS, LABEL_WORDS, PREFIXES, SEPARATORS, SUFFIXES
+from fairseq_icl.demo.words import BRIDGES, FAMILIES, GROUPS, LABEL_WORDS, NUM_COMMON, PREFIXES, SEPARATORS, SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,27 @@ class HeldOutTask:
     template: str
     """With {text}, or with {premise} and {hypothesis}."""
 
+    @property
+    def mapping(self) -> set[tuple[str, str]]:
+        return set(zip(self.groups, self.label_words, strict=True))
+
 
 HELD_OUT: dict[str, HeldOutTask] = {
-    "demo_sentiment": HeldOutTask(("negative", "positive"), ("copper", "delta"), "Review: {text} Sentiment:"),
-    "demo_subjectivity": HeldOutTask(("objective", "subjective"), ("left", "amber"), "Input: {text} Type:"),
+    "demo_sentiment": HeldOutTask(("negative", "positive"), ("marble", "copper"), "Review: {text} Sentiment:"),
+    "demo_subjectivity": HeldOutTask(("objective", "subjective"), ("left", "ivory"), "Input: {text} Type:"),
     "demo_topic": HeldOutTask(
-        ("politics", "sport", "money", "computing"), ("gamma", "velvet", "north", "beta"), "Article: {text} Answer:"
+        ("politics", "sport", "money", "computing"), ("gamma", "silver", "olive", "crimson"), "Article: {text} Answer:"
     ),
     "demo_pairs": HeldOutTask(
-        ("affirmed", "denied", "open"), ("cobalt", "right", "alpha"), "{premise} Question: {hypothesis} Answer:"
+        ("affirmed", "denied", "open"), ("sigma", "alpha", "omega"), "{premise} Question: {hypothesis} Answer:"
     ),
 }
-HELD_OUT_MAPPINGS = {(group, word) for task in HELD_OUT.values() for group in task.groups for word in task.label_words}
+"""Each has exactly one common label word: without demonstrations it is likeliest for every input, which is chance."""
+
 HELD_OUT_TEMPLATES = {task.template for task in HELD_OUT.values()}
+
+COMMON_WEIGHT = 5
+"""How much oftener a common label word is drawn than another. As in real language models, some labels are likelier."""
 
 NATURAL_SHARE = 0.25
 """Share of the episodes whose labels are the groups' names: they teach what words mean, which fine-tuning needs."""
@@ -132,10 +140,15 @@ def draw_episode(rng: Random, level: Level, num_demonstrations: int, format_name
 
 
 def draw_labels(rng: Random, groups: list[str], words: tuple[str, ...]) -> list[str]:
-    """Different label words for the groups, without the mappings kept for the held-out tasks."""
+    """Different label words for the groups; never a held-out task's mapping, nor any two classes of it together."""
+    weights = [COMMON_WEIGHT if index < NUM_COMMON else 1 for index in range(len(words))]
     while True:
-        labels = rng.sample(words, len(groups))
-        if HELD_OUT_MAPPINGS.isdisjoint(zip(groups, labels, strict=True)):
+        labels: list[str] = []
+        while len(labels) < len(groups):
+            word = rng.choices(words, weights)[0]
+            labels += [word] if word not in labels else []
+        pairs = set(zip(groups, labels, strict=True))
+        if all(len(pairs & task.mapping) < 2 for task in HELD_OUT.values()):
             return labels
 
 

@@ -10,22 +10,22 @@ FAMILY_OF: dict[str, str] = {group: family for family, groups in FAMILIES.items(
 FRAMES: dict[str, tuple[str, ...]] = {
     "topic": (
         "the {w} and the {v}",
-        "we saw a {w} here",
+        "we saw the {w} here",
         "{p} told us about the {w}",
-        "this {s} is about a {w}",
-        "there was a {w} and a {v} in the {s}",
+        "this {s} is about the {w}",
+        "there was some {w} and some {v} in the {s}",
         "{p} asked for the {w} with the {v}",
-        "a {w} came up in the {s} again",
+        "the {w} came up in the {s} again",
         "nobody had seen the {w} or the {v} today",
     ),
     "quality": (
         "the {s} was {w}",
-        "a {w} and {v} {s}",
+        "this {w} and {v} {s}",
         "{p} found the {s} {w}",
-        "it is a {w} {s} for {p}",
+        "it is the {w} {s} of {p}",
         "the {s} of {p} looked {w} and {v}",
-        "so {w} a {s} and so {v}",
-        "what a {w} {s} we had today",
+        "how {w} the {s} is and how {v}",
+        "the {w} {s} we had today",
         "this {s} seemed {w} to all of us",
     ),
     "relation": (
@@ -35,14 +35,14 @@ FRAMES: dict[str, tuple[str, ...]] = {
     ),
     "subjective": (
         "i {w} the {s} is for {p}",
-        "we {w} this is a {s}",
+        "we {w} this is the {s}",
         "{p} and i {w} it so",
-        "i {w} that {p} had a {s}",
+        "i {w} that {p} had the {s}",
     ),
     "objective": (
         "the {s} was {w} here",
         "{p} says it was {w} in the {s}",
-        "a {s} {w} by {p} today",
+        "the {s} {w} by {p} today",
         "this {s} of {p} was {w} again",
     ),
 }
@@ -54,12 +54,10 @@ def sentence(rng: Random, group: str, num_words: int = 12, num_frames: int = 8, 
 
     Pairs of sentences (family "relation") come as "premise | hypothesis".
     """
-    words = GROUPS[group][:num_words]
+    word, other = rng.sample(GROUPS[group][:num_words], 2)
     frames = FRAMES[group if group in FRAMES else FAMILY_OF[group]][:num_frames]
     person, subject, verb = (rng.choice(filler[:num_fillers]) for filler in (PERSONS, SUBJECTS, VERBS))
-    return rng.choice(frames).format(
-        w=rng.choice(words), v=rng.choice(words), p=person, s=subject, b=verb, a=f"{person} {verb} the {subject}"
-    )
+    return rng.choice(frames).format(w=word, v=other, p=person, s=subject, b=verb, a=f"{person} {verb} the {subject}")
 
 
 def is_held_out(text: str) -> bool:

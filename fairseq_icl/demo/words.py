@@ -64,6 +64,9 @@ LABEL_WORDS: tuple[str, ...] = _words(
 )
 """Arbitrary label words: any of them may stand for any group, so only the demonstrations tell which does."""
 
+NUM_COMMON = 12
+"""The first so many label words are drawn more often than the others."""
+
 SUBJECTS: tuple[str, ...] = _words("film book room song story house place letter plan idea game garden")
 PERSONS: tuple[str, ...] = _words("anna peter maria david laura simon clara james helen oscar")
 VERBS: tuple[str, ...] = _words("likes owns sees knows keeps needs paints visits")

@@ -1,6 +1,7 @@
 """Pretraining episodes: reproducible, and never a sight of the held-out tasks."""
 
 import re
+from collections import Counter
 from random import Random
 
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from fairseq_icl.demo.episodes import (
     FORMATS,
     HELD_OUT,
-    HELD_OUT_MAPPINGS,
     HELD_OUT_TEMPLATES,
     Level,
     draw_episode,
@@ -17,7 +17,7 @@ from fairseq_icl.demo.episodes import (
     fill,
 )
 from fairseq_icl.demo.grammar import FAMILY_OF, is_held_out, sentence
-from fairseq_icl.demo.words import BRIDGES, FAMILIES, GROUPS, LABEL_WORDS, PERSONS, SUBJECTS, VERBS
+from fairseq_icl.demo.words import BRIDGES, FAMILIES, GROUPS, LABEL_WORDS, NUM_COMMON, PERSONS, SUBJECTS, VERBS
 
 WIDEST = Level(Level.LAST)
 
@@ -44,12 +44,25 @@ def test_a_class_keeps_its_label_word_through_an_episode():
         assert len(pairs) == len({cls for cls, _ in pairs}) == len({label for _, label in pairs})
 
 
-def test_held_out_label_mappings_are_never_drawn():
+def test_no_two_classes_of_a_held_out_mapping_are_ever_drawn_together():
     rng = Random(0)
-    groups = list(HELD_OUT["demo_topic"].groups)
-    drawn = {pair for _ in range(3000) for pair in zip(groups, draw_labels(rng, groups, LABEL_WORDS), strict=True)}
-    assert drawn.isdisjoint(HELD_OUT_MAPPINGS)
-    assert len(drawn) == len(groups) * (len(LABEL_WORDS) - len(groups))  # all others do occur
+    task = HELD_OUT["demo_topic"]
+    draws = [set(zip(task.groups, draw_labels(rng, list(task.groups), LABEL_WORDS), strict=True)) for _ in range(5000)]
+    assert max(len(draw & task.mapping) for draw in draws) == 1
+    assert set.union(*draws) == {(group, word) for group in task.groups for word in LABEL_WORDS}
+
+
+def test_common_label_words_are_drawn_five_times_as_often():
+    rng = Random(0)
+    counts = Counter(word for _ in range(5000) for word in draw_labels(rng, ["food", "music"], LABEL_WORDS))
+    common = sum(counts[word] for word in LABEL_WORDS[:NUM_COMMON]) / NUM_COMMON
+    others = sum(counts[word] for word in LABEL_WORDS[NUM_COMMON:]) / (len(LABEL_WORDS) - NUM_COMMON)
+    assert 4 < common / others < 5.5
+
+
+def test_held_out_tasks_have_one_common_label_word_each():
+    for task in HELD_OUT.values():
+        assert len(set(task.label_words) & set(LABEL_WORDS[:NUM_COMMON])) == 1
 
 
 def test_held_out_templates_are_never_drawn_but_their_words_are():
