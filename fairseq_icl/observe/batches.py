@@ -10,12 +10,6 @@ MAX_TOKENS = 512
 it, 500 rows nine tenths), few enough that activations stay far below the weights in memory."""
 
 
-def num_tokens(query: Query, position: Position = "option0") -> int:
-    """Tokens of one query after the context, all its sequences filled up to the longest."""
-    sequences = sequences_of(query, position)
-    return len(sequences) * max(map(len, sequences))
-
-
 def plan_batches(
     queries: Sequence[Query], position: Position = "option0", max_tokens: int = MAX_TOKENS
 ) -> list[list[int]]:
