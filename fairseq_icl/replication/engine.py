@@ -121,7 +121,7 @@ class Engine:
             self._bundle(need, other, setting, keep=need in shared)
             for (need, other), setting in zip(needs, settings, strict=True)
         ]
-        table = self._measure(cell, bundles)
+        table = self.measure(cell, bundles)
         finetuned = bundles[2][1] if len(bundles) == 3 else {}
         seconds = time.perf_counter() - start
         self.store.finish(key, lambda folder: self._write(folder, cell, table, finetuned, seconds))
@@ -143,17 +143,18 @@ class Engine:
         with self.store.working_on(key, wait=True):
             if path.is_file():
                 return load_bundle(path)
-            observation, rest = self._observe(cell, setting)
+            observation, rest = self.observe(cell, setting)
             if keep:
                 self.store.save_observation(key, lambda unfinished: save_bundle(unfinished, observation, **rest))
             return observation, rest
 
-    def _observe(self, cell: Cell, setting: str) -> Bundle:
+    def observe(self, cell: Cell, setting: str) -> Bundle:
+        """Observe one setting now: ZSL or ICL of the base model, or fine-tune and observe that (ft)."""
         if setting == "ft":
             return self._fine_tune_and_observe(cell)
-        prompts = self._prompts_of(cell)
+        prompts = self.prompts_of(cell)
         context = prompts.context if setting == "icl" else None
-        model = self._base_model(cell)
+        model = self.base_model(cell)
         return observe_all(model, prompts.queries, cell.settings.reading.position, context), {}
 
     def _fine_tune_and_observe(self, cell: Cell) -> Bundle:
@@ -161,8 +162,8 @@ class Engine:
             cell = self._with_recorded_clip(cell, Path(folder))
             config = parse(train_arguments(cell, self.files, self.data, Path(folder)))
             task = build_task(config)
-            task.prompts = self._prompts_of(cell, task)
-            base = self._base_model(cell)
+            task.prompts = self.prompts_of(cell, task)
+            base = self.base_model(cell)
             freeze_all_but(base, task.cfg.train_parameters, biases=task.reading.biases == "trained")
             model = _linearized(base) if task.cfg.linearize else base
             with undone_afterwards(model):
@@ -182,7 +183,7 @@ class Engine:
         path.write_bytes(rest["gradients"].numpy().tobytes())
         return cell.changed(layer_clip_value=f"from:{path}")
 
-    def _measure(self, cell: Cell, bundles: Sequence[Bundle]) -> pd.DataFrame:
+    def measure(self, cell: Cell, bundles: Sequence[Bundle]) -> pd.DataFrame:
         """The tidy table of the cell."""
         zsl, icl, *trained = (observation for observation, _ in bundles)
         reading = cell.settings.reading
@@ -191,7 +192,7 @@ class Engine:
             collector = Collector(["alpha"], reading)
             collector.add(positions, zsl, icl, trained[0], other_ft=trained[1])
         else:
-            prompts = self._prompts_of(cell)
+            prompts = self.prompts_of(cell)
             tokens = training_tokens(prompts, bundles[2][1]["queries"]) if trained else None
             collector = Collector(reading=reading, training=tokens)
             collector.add(positions, zsl, icl, *trained)
@@ -213,7 +214,7 @@ class Engine:
         (folder / "cell.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
         (folder / "time.json").write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
 
-    def _prompts_of(self, cell: Cell, task: DemonstrationPromptingTask | None = None) -> PromptSet:
+    def prompts_of(self, cell: Cell, task: DemonstrationPromptingTask | None = None) -> PromptSet:
         """The prompts of the cell, kept until another cell needs others."""
         wanted = repr((cell.dataset, cell.seed, cell.permutation, prompt_settings(cell)))
         if self._prompts is None or self._prompts[0] != wanted:
@@ -223,7 +224,11 @@ class Engine:
             self._prompts = (wanted, task.prompts)
         return self._prompts[1]
 
-    def _base_model(self, cell: Cell) -> PretrainedLM:
+    def forget(self) -> None:
+        """Drop the model and the prompts that are kept for the next cell."""
+        self._model = self._prompts = None
+
+    def base_model(self, cell: Cell) -> PretrainedLM:
         """The model before fine-tuning; loaded anew only if the init (or a random init's seed) changes."""
         is_random = cell.init != "pretrained"
         wanted = (cell.init, cell.seed if is_random else None, cell.settings.reading.final_norm if is_random else None)

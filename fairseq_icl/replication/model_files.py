@@ -10,7 +10,7 @@ import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from filelock import FileLock
 
-from fairseq_icl.checkpoints import language_model_config
+from fairseq_icl.checkpoints import language_model_config, read_checkpoint
 from fairseq_icl.demo import demo_model
 from fairseq_icl.encoding import TOKENIZER_FILES, load_dictionary
 from fairseq_icl.errors import UserError
@@ -104,3 +104,18 @@ def save_random_model(path: Path, dictionary: Any, shape: dict[str, int], seed: 
     # fairseq's marker of decoders with a final layer norm is part of the state; half precision as published.
     state = {name: tensor.half() for name, tensor in model.state_dict().items()}
     torch.save({"args": options, "model": state}, path)
+
+
+def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
+    """Layers, width, heads, feed-forward width and vocabulary: the checkpoint's own, or the configuration's."""
+    if not files.checkpoint.is_file():
+        return dict(config["shape"])
+    state = read_checkpoint(files.checkpoint)
+    found = language_model_config(state, files.checkpoint)
+    return {
+        "layers": found.decoder_layers,
+        "width": found.decoder_embed_dim,
+        "heads": found.decoder_attention_heads,
+        "ffn": found.decoder_ffn_embed_dim,
+        "vocabulary": len(load_dictionary(files.dictionary)),
+    }
