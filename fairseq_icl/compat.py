@@ -24,7 +24,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.registry import REGISTRIES
 from omegaconf import DictConfig, ListConfig, base, nodes
 
-from fairseq_icl.errors import UserError
+from fairseq_icl.errors import UserError, find_user_error
 
 TASK = "demonstration_prompting"
 
@@ -153,18 +153,21 @@ def gather_without_cuda() -> None:
 
 
 def tell_failed_saves() -> None:
-    """One clear line, and no half-written file, where fairseq cannot write to `--save-dir`.
+    """One clear line, and nothing left behind, where fairseq cannot write to `--save-dir` or training was refused.
 
-    It would show a traceback of torch's file writer and leave a `.tmp` behind (fairseq/checkpoint_utils.py).
+    fairseq logs a traceback of torch's file writer, leaves a `.tmp` behind, and writes a whole `crash.pt` for every
+    exception of a training step, a UserError included (fairseq/checkpoint_utils.py, fairseq/trainer.py).
     """
     save, verify = checkpoint_utils.torch_persistent_save, checkpoint_utils.verify_checkpoint_directory
 
     def torch_persistent_save(obj: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+        if Path(filename).name == "crash.pt" and find_user_error(sys.exc_info()[1]) is not None:
+            return
         try:
             save(obj, filename, *args, **kwargs)
         except (OSError, RuntimeError) as error:
             Path(f"{filename}.tmp").unlink(missing_ok=True)
-            reason = error.strerror if isinstance(error, OSError) else "the disk may be full"
+            reason = error.strerror if isinstance(error, OSError) else "is the disk full?"
             raise UserError(
                 f"{filename}: the checkpoint cannot be written ({reason}); free space or change --save-dir"
             ) from error
@@ -176,4 +179,5 @@ def tell_failed_saves() -> None:
             raise UserError(f"--save-dir {save_dir}: cannot be written ({error.strerror}); choose another") from error
 
     checkpoint_utils.torch_persistent_save = torch_persistent_save
+    checkpoint_utils._torch_persistent_save = torch.save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory

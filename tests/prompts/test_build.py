@@ -222,7 +222,8 @@ def test_impossible_request_is_one_clear_line(tmp_path: Path, changes: dict, mes
     [
         (["good", "good bye"], encode_words, "'good bye' has tokens .* begin with those of 'good'"),
         (["Pos", "Positive"], encode_bytes, "'Positive' has tokens .* begin with those of 'Pos'"),
-        (["one", "two"], lambda line: [3 for _ in line.split()], "cannot be told apart"),
+        (["one", "two"], lambda line: [4 for _ in line.split()], "cannot be told apart"),
+        (["one", "two"], lambda line: [3 for _ in line.split()], "'one' is unknown to the dictionary.* --bpe"),
         (["one", "two"], lambda line: [5] * ("two" not in line), "label word 'two' has no tokens"),
     ],
 )
