@@ -153,7 +153,7 @@ def continue_greedily(decoder: TransformerDecoder, dictionary: Dictionary, bpe: 
 def _next_tokens(decoder: TransformerDecoder, dictionary: Dictionary, ids: list[int]) -> Iterator[int]:
     tokens = [dictionary.bos(), *ids]
     for _ in range(CONTINUATION_TOKENS):
-        features = decoder.extract_features(torch.tensor([tokens]))[0][:, -1]  # (1, dim)
+        features = decoder(torch.tensor([tokens]), features_only=True)[0][:, -1]  # (1, dim)
         tokens.append(int(decoder.output_layer(features).argmax()))
         if tokens[-1] == dictionary.eos():
             return
