@@ -12,12 +12,17 @@ import torch
 from fairseq_icl.bench.memory import measure_memory
 from fairseq_icl.bench.pipeline import measure_pipeline
 from fairseq_icl.bench.report import Findings
+from fairseq_icl.bench.scale import measure_scale
 from fairseq_icl.bench.scoring import measure_growth, measure_metrics, measure_scoring
 from fairseq_icl.bench.shapes import SHAPES, Shape, random_model, random_prompts
 from fairseq_icl.bench.training import METHODS, check_training, measure_training
 from fairseq_icl.errors import UserError
 
-PARTS = ("zsl", "icl", "metrics", "ft", "lcgd", "linearized", "memory", "sweep", "pipeline")
+PARTS = ("zsl", "icl", "metrics", "ft", "lcgd", "linearized", "sweep", "pipeline", "memory")
+IN_PROCESS = PARTS[:-1]
+SCALE = "scale"
+"""A whole experiment by the command `fairseq-icl replicate`: minutes at the larger shapes, so only when asked for."""
+PARTS_HELP = f"any of {', '.join(PARTS)} (default: all of these), {SCALE} (a whole experiment by fairseq-icl replicate)"
 VALIDATION_SIZE, QUICK_VALIDATION_SIZE = 872, 200
 """Examples in SST-2's validation set, and what a quick run makes do with."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -27,9 +32,9 @@ def main(argv: list[str]) -> int:
     """Measure, print, and return 1 if a limit was missed."""
     arguments = parse(argv)
     parts = arguments.what.split(",")
-    unknown = [part for part in parts if part not in PARTS]
+    unknown = [part for part in parts if part not in (*PARTS, SCALE)]
     if unknown:
-        raise UserError(f"--what {arguments.what}: no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+        raise UserError(f"--what {arguments.what}: no part {unknown[0]!r}; choose from {', '.join((*PARTS, SCALE))}")
     if arguments.write_docs and not DOCS.is_dir():
         raise UserError(f"--write-docs: {DOCS} is not there; run it in a clone of the repository")
     findings = run(SHAPES[arguments.shape], parts, quick=arguments.quick, say=say)
@@ -49,7 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "misses its limit.",
     )
     parser.add_argument("--shape", choices=SHAPES, default="125m", help="size of the model (default: 125m)")
-    parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=PARTS_HELP)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and queries: rougher figures, sooner")
     parser.add_argument("--write-docs", action="store_true", help="write docs/benchmark.md and docs/benchmark.png")
     return parser.parse_args(argv)
@@ -69,6 +74,19 @@ def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], Non
     )
     title += f" ({platform.machine()}), torch {torch.__version__}"
     findings = Findings(title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
+    if set(parts) & set(IN_PROCESS):
+        measure_in_process(findings, shape, parts, quick, say)
+    if "memory" in parts:
+        measure_memory(findings, shape, say)
+    if SCALE in parts:
+        measure_scale(findings, shape, 20 if quick else 100, say)
+    return findings
+
+
+def measure_in_process(
+    findings: Findings, shape: Shape, parts: list[str], quick: bool, say: Callable[[str], None]
+) -> None:
+    """The parts that share one model."""
     rounds, sample = (2, 2) if quick else (4, 4)
     say(f"a random model of the {shape.name} shape")
     model, prompts = random_model(shape), random_prompts(shape)
@@ -92,7 +110,3 @@ def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], Non
         say("whole pipeline")
         size = QUICK_VALIDATION_SIZE if quick else VALIDATION_SIZE
         measure_pipeline(findings, shape, model, random_prompts(shape, num_queries=size), sample)
-    del model
-    if "memory" in parts:
-        measure_memory(findings, shape, say)
-    return findings

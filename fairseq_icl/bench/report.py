@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 MEBI = 2**20
 
 
@@ -43,6 +41,11 @@ class Row:
 
 
 HEADER = ["", "ours s", "authors s", "times faster", "ours MiB", "authors MiB", "ours kB", "authors kB", "of GEMM rate"]
+PREAMBLE = """\
+Made by `fairseq-icl bench --write-docs`. "Ours" is what `fairseq-train` and `fairseq-validate` run with this plugin.
+"Authors" is the protocol of the two papers' code, rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py):
+every query alone behind the whole prompt, whole attention maps, all logits, gradients of all weights, records as JSON
+lines. tests/bench checks that it gives the numbers their code gave."""
 EXPLANATION = (
     "s: seconds, the best of several runs in turn. MiB: peak memory above the weights, in a process of its own. "
     "kB: written to disk per example. GEMM rate: bare matrix products with as many rows, measured in the same run."
@@ -93,7 +96,9 @@ class Findings:
 
     def text(self) -> str:
         """Everything, for the terminal."""
-        parts = [self.title, _aligned([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
+        parts = [self.title]
+        if self.rows:
+            parts += [_aligned([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
         if self.points:
             parts.append(_aligned([SWEEP_HEADER, *map(_sweep_cells, self.points)]))
         parts += ["\n".join(self.notes), "\n".join(limit.line() for limit in self.limits)]
@@ -101,7 +106,9 @@ class Findings:
 
     def markdown(self) -> str:
         """Everything, as a page."""
-        parts = [f"# Benchmark\n\n{self.title}", _markdown([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
+        parts = [f"# Benchmark\n\n{PREAMBLE}\n\n{self.title}"]
+        if self.rows:
+            parts += [_markdown([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
         if self.points:
             parts += ["![cost per query](benchmark.png)", _markdown([SWEEP_HEADER, *map(_sweep_cells, self.points)])]
         parts += ["\n".join(f"- {note}" for note in self.notes)]
@@ -127,8 +134,10 @@ def _sweep_cells(point: Point) -> list[str]:
 
 def plot(points: Sequence[Point], path: Path) -> None:
     """Milliseconds a query against what is swept, both ways, logarithmic."""
+    from matplotlib.figure import Figure  # slow to import, and not pyplot, which would want a screen
+
     sweeps = list(dict.fromkeys(point.sweep for point in points))
-    figure = Figure(figsize=(4.5 * len(sweeps), 3.4))  # not pyplot, which would want a screen
+    figure = Figure(figsize=(4.5 * len(sweeps), 3.4))
     axes = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)
     for axis, sweep in zip(axes[0], sweeps, strict=True):
         chosen = [point for point in points if point.sweep == sweep]
