@@ -1,6 +1,8 @@
 """Fine-tune a model in memory as `fairseq-train` would: its parser, its Trainer, the plugin's task and criterions."""
 
+import copy
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,10 +79,41 @@ def _reading_flags(method_flags: tuple[str, ...]) -> list[str]:
 
 
 def parse(arguments: list[str]) -> DictConfig:
-    """fairseq's configuration for a command line of `fairseq-train`."""
-    parser = options.get_training_parser()
-    with _outer_hydra():
-        return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments))
+    """fairseq's configuration for a command line of `fairseq-train`.
+
+    fairseq's conversion of parsed flags takes a second, more than many a cell: command lines with the same flags
+    share one conversion, into which the values that differ are put.
+    """
+    args = options.parse_args_and_arch(options.get_training_parser(), input_args=arguments)
+    shape = _flags_of(arguments)
+    if shape not in _converted:
+        with _outer_hydra():
+            _converted[shape] = (copy.deepcopy(args), convert_namespace_to_omegaconf(args))
+    earlier, config = _converted[shape]
+    config = copy.deepcopy(config)
+    for name, value in vars(args).items():
+        if value == getattr(earlier, name):
+            continue
+        for section in config.values():
+            if isinstance(section, DictConfig) and name in section:
+                section[name] = value
+            elif isinstance(section, Namespace):  # parts of fairseq older than its dataclasses, such as SGD
+                setattr(section, name, value)
+    return config
+
+
+_converted: dict[tuple[str, ...], tuple[Namespace, DictConfig]] = {}
+STRUCTURAL = ("--task", "--arch", "--criterion", "--optimizer", "--lr-scheduler", "--bpe")
+"""Flags whose value decides which other flags there are."""
+
+
+def _flags_of(arguments: list[str]) -> tuple[str, ...]:
+    """The flags of a command line without their values, but with those of the structural ones."""
+    flags = []
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word.startswith("--"):
+            flags.append(f"{word} {following}" if word in STRUCTURAL else word)
+    return tuple(flags)
 
 
 @contextmanager
