@@ -1,4 +1,4 @@
-"""A training checkpoint of the demo model -> the shipped one: configuration and fp16 weights, nothing else."""
+"""A training checkpoint of the demo model -> the shipped one: configuration and fp16 weights."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Write {"cfg", "model"} of a fairseq checkpoint, as if trained with fairseq's stock language-modelling task.
+    """Write configuration and weights of a fairseq checkpoint, as if trained with fairseq's stock language-modelling task.
 
     The pretraining task and criterion are left behind, so that stock fairseq loads the model without any plugin; so are
     the folders of the machine it was trained on.
@@ -24,4 +24,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
     cfg["common"]["user_dir"] = None
     cfg["checkpoint"]["save_dir"] = "checkpoints"
     target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"cfg": cfg, "model": {name: value.half() for name, value in state["model"].items()}}, target)
+    weights = {name: value.half() for name, value in state["model"].items()}
+    # fairseq's loader will not do without the last two; neither holds optimizer state.
+    kept = {"optimizer_history": state["optimizer_history"], "extra_state": {}}
+    torch.save({"cfg": cfg, "model": weights, **kept}, target)

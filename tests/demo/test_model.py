@@ -24,9 +24,10 @@ def test_model_tokenizer_and_data_stay_below_six_megabytes():
     assert sum(path.stat().st_size for path in files) < 6_000_000
 
 
-def test_checkpoint_holds_configuration_and_half_precision_weights_only():
+def test_checkpoint_holds_configuration_and_half_precision_weights_but_no_optimizer_state():
     state = torch.load(demo_model(), weights_only=True)
-    assert set(state) == {"cfg", "model"}
+    assert set(state) == {"cfg", "model", "optimizer_history", "extra_state"}
+    assert "optimizer" not in state["optimizer_history"][-1]
     assert {tensor.dtype for tensor in state["model"].values()} == {torch.float16}
     assert {"decoder.version", "decoder.layer_norm.weight", "decoder.layer_norm.bias"} <= set(state["model"])
     assert "/" not in f"{state['cfg']['checkpoint']['save_dir']}{state['cfg']['common']['user_dir']}"
@@ -37,7 +38,7 @@ def test_stock_fairseq_loads_the_checkpoint(monkeypatch):
     hub = TransformerLanguageModel.from_pretrained(
         str(demo_model().parent), "model.pt", bpe="sentencepiece", sentencepiece_model=str(demo_tokenizer())
     )
-    assert hub.models[0].decoder.normalize
+    assert hub.models[0].decoder.layer_norm is not None
     tokens = hub.encode("Review: the film was dull Sentiment:")
     assert hub.decode(tokens) == "Review: the film was dull Sentiment:"
 
