@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Write configuration and weights of a fairseq checkpoint, as if trained with fairseq's stock language-modelling task.
+    """Write a checkpoint's configuration and weights, as if trained with fairseq's stock language-modelling task.
 
     The pretraining task and criterion are left behind, so that stock fairseq loads the model without any plugin; so are
     the folders of the machine it was trained on.

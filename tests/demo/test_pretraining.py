@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -99,7 +98,3 @@ def test_script_trains_from_nothing_and_the_loss_falls(tmp_path):
     model = torch.load(tmp_path / "model" / "model.pt", weights_only=True)["model"]
     assert all(torch.isfinite(tensor).all() for tensor in model.values())
     assert (tmp_path / "data" / "demo_topic" / "valid.jsonl").exists()
-
-
-def test_random_is_seeded_by_text_alike_everywhere():
-    assert Random("1 2 3").randrange(10**6) == Random("1 2 3").randrange(10**6)
