@@ -17,6 +17,7 @@ from fairseq_icl.errors import UserError
 FOLDER = Path(__file__).parent.parent / "config"
 CONFIG_NAME = "replicate"
 LISTS = ("dataset", "datasets", "method", "init", "seed", "permutation", "plugins", "tables")
+DEMO = {"data": "demo", "paper": "demo", "datasets": "[demo_sentiment,demo_subjectivity]"}
 BARE_LIST = re.compile(rf"(?P<key>{'|'.join(LISTS)})=(?P<values>[^\[\]{{}}'\"()]+,[^\[\]{{}}'\"()]+)")
 
 
@@ -27,6 +28,9 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
     means `datasets=`: the folder dataset/ makes Hydra take the former for a choice of one file.
     """
     result = []
+    if "model=demo" in overrides:  # the shipped model comes with its data
+        given = {override.partition("=")[0] for override in overrides}
+        result += [f"{key}={value}" for key, value in DEMO.items() if not {key, key.removesuffix("s")} & given]
     for override in overrides:
         if not sweep and (match := BARE_LIST.fullmatch(override)):
             override = f"{match['key']}=[{match['values']}]"

@@ -32,7 +32,7 @@ from fairseq_icl.replication.cells import Cell, key_of, observed
 from fairseq_icl.replication.methods import get_method
 from fairseq_icl.replication.model_files import ModelFiles
 from fairseq_icl.replication.observing import load_bundle, observe_all, save_bundle
-from fairseq_icl.replication.store import Store
+from fairseq_icl.replication.store import Store, StoreError
 from fairseq_icl.replication.training import GRADIENTS, build_task, fine_tune, parse, train_arguments, undone_afterwards
 from fairseq_icl.results import provenance, write_results
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingTask, freeze_all_but
@@ -101,6 +101,8 @@ class Engine:
                     start = time.perf_counter()
                     try:
                         self._compute(key, cell, keyed)
+                    except StoreError:
+                        raise
                     except UserError as error:
                         failures.append((key, f"{cell.label}: {error}"))
                         progress(f"failed: {failures[-1][1]}")
@@ -108,6 +110,8 @@ class Engine:
                     computed += 1
                     progress(f"{cell.label}: {time.perf_counter() - start:.1f} s")
         self._drop_observations(keyed)
+        if failures and len(failures) == len(keyed):
+            raise UserError(failures[0][1])
         if failures:
             raise UserError(f"{len(failures)} of {len(keyed)} cells failed, the others are stored; {failures[0][1]}")
         return computed

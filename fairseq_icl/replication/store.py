@@ -30,6 +30,10 @@ OTHERS = ("store.json", "stand_in", "report")
 """What else may lie in a results folder."""
 
 
+class StoreError(UserError):
+    """The results folder cannot be used: no further cell could be stored either."""
+
+
 class Store:
     """A results folder. `create=False` opens an existing one for reading."""
 
@@ -109,6 +113,8 @@ class Store:
                     _sync(file)
                 os.rename(unfinished, self.cell_folder(key))
                 _sync(self.folder / "cells")
+            except UserError as error:  # of the results writer
+                raise StoreError(str(error)) from error
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -190,4 +196,6 @@ def _clear_errors(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"{folder}: cannot be written ({reason}); free some space or choose another out=DIR") from error
+        raise StoreError(
+            f"{folder}: cannot be written ({reason}); free some space or choose another out=DIR"
+        ) from error

@@ -18,6 +18,16 @@ def test_bare_lists_and_checkpoint_paths_are_understood():
     ]
 
 
+def test_the_shipped_model_brings_its_data():
+    assert friendly(["experiment=audit", "model=demo", "dataset=demo_topic"], sweep=False) == [
+        "data=demo",
+        "paper=demo",
+        "experiment=audit",
+        "model=demo",
+        "datasets=demo_topic",
+    ]
+
+
 def test_a_sweep_keeps_commas():
     assert friendly(["seed=1,2", "model=125m,355m"], sweep=True) == ["seed=1,2", "model=125m,355m"]
     assert first_of_each(["seed=3,4", "method=[gd,lcgd]"]) == ["seed=3", "method=[gd,lcgd]"]

@@ -6,6 +6,7 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.report.run import load_run
+from fairseq_icl.replication.store import StoreError
 from fairseq_icl.results import read_results
 from tests.replication.toy_run import run, tables
 from tests.world import World
@@ -103,3 +104,11 @@ def test_other_data_or_another_model_make_other_cells(world, tmp_path):
     out = run(world, tmp_path / "run", "experiment=deutch2024", "method=gd", "init=pretrained")
     run(other, out, "experiment=deutch2024", "method=gd", "init=pretrained")
     assert len(tables(out)) == 2
+
+
+def test_a_full_disk_stops_the_run_at_once(world, tmp_path):
+    out = run(world, tmp_path / "run", "experiment=deutch2024", "method=none", "init=pretrained")
+    (out / "cells").rename(tmp_path / "gone")
+    (out / "cells").write_text("not a folder any more")
+    with pytest.raises(StoreError, match="cannot be written"):
+        run(world, out, "experiment=deutch2024", "method=gd,lcgd", "init=pretrained")
