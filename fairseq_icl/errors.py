@@ -1,5 +1,6 @@
 """Errors that a user can cause and mend: shown as one line, without a traceback, with exit code 2."""
 
+import multiprocessing
 import os
 import re
 import sys
@@ -37,6 +38,8 @@ def exit_with(message: str) -> NoReturn:
     sometimes aborts the process ("terminate called without an active exception"), which would hide the exit code.
     """
     one_line = " ".join(message.split())
+    for child in multiprocessing.active_children():
+        child.kill()  # a data loader's worker would complain of the broken connection, after our line
     sys.stdout.flush()
     print(f"error: {one_line}", file=sys.stderr, flush=True)
     os._exit(EXIT_CODE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fairseq.data import Dictionary
-from fairseq.models import BaseFairseqModel
+from fairseq.models import BaseFairseqModel, FairseqDecoder
 from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
 
@@ -38,6 +38,7 @@ class DemonstrationPromptingTask(FairseqTask):
         self.dictionary = dictionary
         self.reading = reading
         self.training_queries: dict[int, torch.Tensor] = {}
+        self._decoder: FairseqDecoder | None = None
         self._gradients: GradientControl | None = None
         self._step: tuple[list[int], float, int] = ([], 0.0, 0)
 
@@ -56,8 +57,9 @@ class DemonstrationPromptingTask(FairseqTask):
     def add_args(cls, parser: Any) -> None:
         """The flags, and fairseq's own defaults where the papers' protocol has others."""
         super().add_args(parser)
-        # fairseq drops a last batch smaller than its default multiple of 8: a demonstration would be lost.
-        parser.set_defaults(required_batch_size_multiple=1)
+        # fairseq drops a last batch smaller than its default multiple of 8: a demonstration would be lost. The data are
+        # a few token sequences in memory: a process and a thread to load them ahead would only cost time.
+        parser.set_defaults(required_batch_size_multiple=1, num_workers=0, data_buffer_size=0)
         if "--path" in parser._option_string_actions:  # scoring
             parser.set_defaults(max_tokens=SCORING_TOKENS)
         else:
@@ -102,7 +104,16 @@ class DemonstrationPromptingTask(FairseqTask):
         """The model with everything frozen but `--train-parameters`."""
         model = super().build_model(cfg, from_checkpoint)
         freeze_all_but(model, self.cfg.train_parameters, biases=self.reading.biases == "trained")
-        return LinearizedLM(model.decoder, model.trained_names) if self.cfg.linearize else model
+        model = LinearizedLM(model.decoder, model.trained_names) if self.cfg.linearize else model
+        self._decoder = model.decoder
+        return model
+
+    def build_criterion(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """The criterion; flags of it that do not fit the model are told now and not at the first step."""
+        criterion = super().build_criterion(cfg, from_checkpoint)
+        if self._decoder is not None and hasattr(criterion, "check_decoder"):
+            criterion.check_decoder(self._decoder)
+        return criterion
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """fairseq's iterator, but training keeps the order of the demonstrations (no `--curriculum` needed)."""
