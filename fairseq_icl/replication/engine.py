@@ -224,7 +224,8 @@ class Engine:
         if self._prompts is None or self._prompts[0] != wanted:
             if task is None:
                 trainable = cell if get_method(cell.method).trains else cell.changed(method="gd", learning_rate=1.0)
-                task = build_task(parse(train_arguments(trainable, self.files, self.data)))
+                # With the flags of a training run (nothing is written): fairseq converts each set of flags once.
+                task = build_task(parse(train_arguments(trainable, self.files, self.data, Path())))
             self._prompts = (wanted, task.prompts)
         return self._prompts[1]
 
