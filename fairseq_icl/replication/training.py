@@ -154,6 +154,7 @@ def fine_tune(config: DictConfig, task: DemonstrationPromptingTask, model: BaseF
         raise UserError(f"fine-tuning diverged at step {trainer.get_num_updates() + 1} ({error}); lower lr") from error
     if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
         raise UserError("fine-tuning left weights that are NaN or infinite; lower lr")
+    task.finish_recording()
     return dict(task.training_queries)
 
 

@@ -153,6 +153,11 @@ class DemonstrationPromptingTask(FairseqTask):
             self._gradients = GradientControl(self.cfg, model.decoder)
         return self._gradients
 
+    def finish_recording(self) -> None:
+        """Write what the gradient record still holds back; at the end of a process that happens by itself."""
+        if self._gradients is not None:
+            self._gradients.flush()
+
     def valid_step(self, sample: dict[str, Any], model: BaseFairseqModel, criterion: Any) -> Any:
         if not sample:  # a process of several whose share has run out
             return 0.0, 0, {"loss": 0.0, "nll_loss": 0.0, "ntokens": 0, "nsentences": 0, "sample_size": 0}

@@ -37,7 +37,7 @@ NAMES = {
     "sim_aou_norm": "SimAOU_norm",
     "sim_am_after": "SimAM",
     "sim_am_delta": "SimAM_delta",
-    "alpha": "alpha (SimAM_delta of gd and lcgd)",
+    "alpha": "alpha",
 }
 
 
