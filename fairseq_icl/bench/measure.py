@@ -4,11 +4,15 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from fairseq_icl.bench.shapes import Shape
+
+GEMM_FLOPS = 2e11
+"""Operations spent on measuring the rate of matrix products: a few seconds."""
 
 
 def interleave(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -17,8 +21,8 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     The best and not the mean, because whatever else the machine does can only add.
     """
     best = dict.fromkeys(ways, float("inf"))
+    gc.collect()
     for _ in range(rounds):
-        gc.collect()
         for name, way in ways.items():
             best[name] = min(best[name], seconds(way))
     return best
@@ -37,22 +41,23 @@ def clock() -> float:
 
 
 @torch.no_grad()
-def gemm_rate(shape: Shape, rows: int, rounds: int = 5) -> float:
+def gemm_rate(shape: Shape, rows: int) -> float:
     """Floating-point operations per second of bare fp32 matrix products: `rows` tokens through a feed-forward block.
 
-    Several pairs of matrices take turns, so that, as in a model, weights come from memory and not from the cache.
+    Several pairs of matrices take turns, so that, as in a model, weights come from memory and not from the cache. A
+    pair is over in milliseconds, so that among many rounds some are not interrupted.
     """
     pairs = [(torch.randn(4 * shape.width, shape.width), torch.randn(shape.width, 4 * shape.width)) for _ in range(4)]
     inputs = torch.randn(rows, shape.width)
     inner, outer = torch.empty(rows, 4 * shape.width), torch.empty(rows, shape.width)
 
-    def multiply() -> None:
-        for up, down in pairs:
-            torch.mm(inputs, up.T, out=inner)
-            torch.mm(inner, down.T, out=outer)
+    def multiply(up: torch.Tensor, down: torch.Tensor) -> None:
+        torch.mm(inputs, up.T, out=inner)
+        torch.mm(inner, down.T, out=outer)
 
-    multiply()
-    return len(pairs) * 2 * (2 * rows * 4 * shape.width**2) / interleave({"gemm": multiply}, rounds)["gemm"]
+    flops = len(pairs) * 2 * (2 * rows * 4 * shape.width**2)
+    rounds = int(min(50, max(4, GEMM_FLOPS / flops)))
+    return flops / sum(interleave({str(i): partial(multiply, *pair) for i, pair in enumerate(pairs)}, rounds).values())
 
 
 def peak_bytes_of(way: Callable[[], object]) -> int:
