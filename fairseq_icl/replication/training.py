@@ -91,14 +91,13 @@ def parse(arguments: list[str]) -> DictConfig:
             _converted[shape] = (copy.deepcopy(args), convert_namespace_to_omegaconf(args))
     earlier, config = _converted[shape]
     config = copy.deepcopy(config)
-    for name, value in vars(args).items():
-        if value == getattr(earlier, name):
-            continue
-        for section in config.values():
-            if isinstance(section, DictConfig) and name in section:
-                section[name] = value
-            elif isinstance(section, Namespace):  # parts of fairseq older than its dataclasses, such as SGD
-                setattr(section, name, value)
+    changed = {name: value for name, value in vars(args).items() if value != getattr(earlier, name)}
+    for title, section in config.items():
+        if isinstance(section, DictConfig):
+            for name in changed.keys() & section.keys():
+                section[name] = changed[name]
+        elif isinstance(section, Namespace):  # parts of fairseq older than its dataclasses, such as SGD
+            config[title] = Namespace(**vars(section) | changed)
     return config
 
 
