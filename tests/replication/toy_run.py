@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fairseq_icl.replication.configuration import compose_configuration, friendly
 from fairseq_icl.replication.replicate_command import run_configuration
+from fairseq_icl.results import read_results
 from tests.world import World
 
 
@@ -35,6 +36,7 @@ def run(world: World, out: Path, *more: str) -> Path:
     return out
 
 
-def tables(out: Path) -> dict[str, bytes]:
-    """Key -> bytes of every finished cell's table."""
-    return {path.parent.name: path.read_bytes() for path in sorted((out / "cells").glob("*/results.parquet"))}
+def tables(out: Path) -> dict[str, str]:
+    """Key -> the table of every finished cell, to the last digit."""
+    paths = sorted((out / "cells").glob("*/results.parquet"))
+    return {path.parent.name: read_results(path)[0].to_csv(index=False) for path in paths}
