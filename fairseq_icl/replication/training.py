@@ -18,7 +18,7 @@ from fairseq.tasks import setup_task
 from fairseq.trainer import Trainer
 from hydra import version
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, flag_override
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
@@ -97,7 +97,8 @@ def parse(arguments: list[str]) -> DictConfig:
             for name in changed.keys() & section.keys():
                 section[name] = changed[name]
         elif isinstance(section, Namespace):  # parts of fairseq older than its dataclasses, such as SGD
-            config[title] = Namespace(**vars(section) | changed)
+            with flag_override(config, "allow_objects", True):
+                config[title] = Namespace(**vars(section) | changed)
     return config
 
 

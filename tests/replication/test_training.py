@@ -19,13 +19,6 @@ def arguments(world: World, folder: Path, *more: str) -> list[list[str]]:
     return [train_arguments(cell, files, world.data, folder) for cell in expand(config)]
 
 
-def as_text(config: dict) -> str:
-    """The configuration in an order of its own: that of a Namespace's attributes means nothing."""
-    return json.dumps(
-        config, sort_keys=True, default=lambda value: vars(value) if hasattr(value, "__dict__") else str(value)
-    )
-
-
 def flat(config: DictConfig) -> dict[str, object]:
     """section.name -> value"""
     sections = OmegaConf.to_container(config)
