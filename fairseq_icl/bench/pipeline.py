@@ -64,6 +64,7 @@ def measure_pipeline(findings: Findings, shape: Shape, model: PretrainedLM, prom
         f"Whole pipeline, seconds of ours: {mine}.",
         f"Whole pipeline, seconds of the authors' way: {theirs} "
         f"(timed on {sample} queries and {SAMPLED_STEPS} steps, scaled up).",
+        "Neither way is charged for starting its commands and loading the base model.",
         f"With {FEW_QUERIES} queries, where the same fine-tuning weighs more, the pipeline would be "
         f"{few_theirs / few_mine:.1f} times faster ({few_mine:.0f} s against {few_theirs:.0f} s).",
     ]
