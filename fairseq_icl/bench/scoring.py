@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -109,14 +109,18 @@ def measure_metrics(
 ) -> None:
     """Row `metrics`: from what scoring saw to all numbers on disk, and the bytes written an example."""
     sampled = sample_by_length(prompts.queries, sample)
-    records = [authors.score(model, query, prompts.context) for query in sampled]
+    records = {
+        setting: [authors.score(model, query, context) for query in sampled]
+        for setting, context in (("zsl", (BOS,)), ("icl", prompts.context))
+    }
     zsl, icl = (ours.score(model, prompts.queries, c, PrefixCache(), True) for c in (None, prompts.context))
     model.keep_base()
     ours.Training(shape, model, "gd").step(ours.samples_of(prompts.finetuning[:1])[0])
     ft = ours.score(model, prompts.queries, None, PrefixCache(), True)
+    records["ft"] = [authors.score(model, query) for query in sampled]
     model.reset_to_base()
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{setting}.jsonl" for setting in ("zsl", "icl", "ft")]
+        files = {setting: Path(folder) / f"{setting}.jsonl" for setting in records}
         table = Path(folder) / "results.parquet"
         best = interleave(
             {
@@ -125,7 +129,7 @@ def measure_metrics(
             },
             rounds,
         )
-        disk = sum(file.stat().st_size for file in files) / sample
+        disk = sum(file.stat().st_size for file in files.values()) / sample
         ours_disk = table.stat().st_size / len(prompts.queries)
         save_activations(Path(folder) / "all.safetensors", torch.arange(len(zsl)), {"zsl": zsl, "icl": icl, "ft": ft})
         all_disk = (Path(folder) / "all.safetensors").stat().st_size / len(prompts.queries)
@@ -146,11 +150,11 @@ def write_table(zsl: Observation, icl: Observation, ft: Observation, path: Path)
     write_results(path, collector.table(dataset="sst2", method="gd"), {})
 
 
-def write_and_read_records(records: Sequence[authors.Record], files: Sequence[Path]) -> dict[str, float]:
-    """The authors' way from observations to the metrics."""
-    for file in files:
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return authors.metrics_from_files(*files)
+def write_and_read_records(records: Mapping[str, Sequence[authors.Record]], files: Mapping[str, Path]) -> None:
+    """The authors' way from the observations of each setting to the metrics."""
+    for setting, file in files.items():
+        file.write_text("".join(json.dumps(record) + "\n" for record in records[setting]))
+    authors.metrics_from_files(**files)
 
 
 def measure_growth(findings: Findings, shape: Shape, model: PretrainedLM, rounds: int) -> None:
@@ -177,7 +181,7 @@ def measure_growth(findings: Findings, shape: Shape, model: PretrainedLM, rounds
     spread = max(abs(cost / mean - 1) for cost in costs)
     findings.limits.append(Limit("cost a query from 8 to 64 demonstrations, deviation from its mean", spread, 0.25))
     findings.notes.append(
-        f"A query costs {costs[-1] / costs[0]:.2f} times as much after 64 demonstrations as after 8; the limit is on the "
-        "deviation from the mean of the four. At the 125m shape the operations alone grow by a factor of 1.3, because "
-        "every query token attends to seven times as many."
+        f"A query costs {costs[-1] / costs[0]:.2f} times as much after 64 demonstrations as after 8; the limit is on "
+        "the deviation from the mean of the four. At the 125m shape the operations alone grow by a factor of 1.3, "
+        "because every query token attends to seven times as many."
     )
