@@ -27,6 +27,7 @@ setup(
         "sentencepiece==0.2.2",
         "safetensors==0.8.0",
         "filelock==4.2.10",
+        "tqdm==4.70.1",
         "hydra-core==1.3.2",
         "omegaconf==2.3.0",
         "pyyaml==6.0.3",

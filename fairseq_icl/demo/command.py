@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     print(
         f"\nDone in {time.perf_counter() - start:.0f} s. Open {out / 'report' / 'report.html'} in a browser, then try:"
     )
-    print("  fairseq-icl replicate experiment=audit      # what each difference between code and papers does")
+    print("  fairseq-icl replicate experiment=audit model=demo   # what each difference between code and papers does")
     print(f"  fairseq-icl doctor {demo_model().parent}    # what is in the model's folder")
     print(f"  fairseq-icl datasets --data {demo_data()}   # the data")
     return code
