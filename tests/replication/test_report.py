@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -116,8 +117,20 @@ def test_missing_cells_are_shown_as_missing(tmp_path):
     (table,) = paper_tables(run)
     entry = table.rows[0][1][table.columns.index("mr")]
     assert (entry.mean, entry.planned, entry.published) == (None, 3, 0.22)
+    assert table.rows[0][1][-1].mean is None  # an average over other datasets than the paper's would mislead
     assert "missing" in plain(table)
     assert "missing" in markdown(table)
+
+
+def test_a_share_of_no_examples_is_not_called_missing(complete):
+    values = complete.values.copy()
+    values.loc[(values["metric"] == "rec2ftp") & (values["dataset"] == "mr"), "metric"] = "undefined_rec2ftp"
+    (table,) = paper_tables(replace(complete, values=values, tables=["dai2023_rec2ftp"]))
+    (_, entries), *_ = table.rows
+    assert [entry.is_undefined for entry in entries] == [column == "mr" for column in table.columns]
+    assert "0/0" in plain(table)
+    assert "missing" not in plain(table)
+    assert any(note.startswith("0/0") for note in table.notes)
 
 
 def test_other_datasets_keep_the_papers_rows_and_have_their_own_columns(tmp_path, monkeypatch):

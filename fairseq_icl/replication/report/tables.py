@@ -26,7 +26,7 @@ class Entry:
     """One place of a table: ours, the published figure, or both."""
 
     mean: float | None = None
-    """None: missing, because the cell is not finished or the value is not defined."""
+    """None: the cell is not finished, or the value is not defined (`is_undefined`)."""
     sd: float | None = None
     low: float | None = None
     high: float | None = None
@@ -36,6 +36,11 @@ class Entry:
     published_sd: float | None = None
     doubtful: str = ""
     keys: tuple[str, ...] = ()
+
+    @property
+    def is_undefined(self) -> bool:
+        """Whether the cells are finished but have no value: a share of no examples (Rec2FTP if FT mends none)."""
+        return self.mean is None and 0 < self.planned == self.runs
 
     @property
     def difference(self) -> float | None:
@@ -92,6 +97,8 @@ def paper_table(run: Run, name: str, model: str) -> Table:
         for dataset, why in row.get("doubtful", {}).items()
         if dataset in columns
     ]
+    if any(entry.is_undefined for _, entries in rows for entry in entries):
+        notes.append("0/0: a share of no examples, so it has no value here (and the row no average).")
     source = f"{paper['authors']}, {paper['title']} ({paper['where']})"
     title = said["title"] if len(run.planned["model"].unique()) == 1 else f"{said['title']} ({model})"
     label = f"{name}_{model}" if len(run.planned["model"].unique()) > 1 else name
@@ -115,7 +122,6 @@ def _paper_row(
         )
         for dataset in columns
     ]
-    # The paper's average stands beside ours only if both are over the same datasets.
     return row["label"], (*entries, _average(entries, figures.get("avg") if columns == published else None))
 
 
@@ -124,7 +130,8 @@ def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference
     found = _select(run.summary, selection)
     planned = len(_select(run.planned, {key: value for key, value in selection.items() if key != "metric"}))
     if found.empty:
-        return Entry(planned=planned, **reference)
+        undefined = _select(run.summary, selection | {"metric": f"undefined_{selection['metric']}"})
+        return Entry(runs=int(undefined["runs"].sum()), planned=planned, **reference)
     row = found.iloc[0]
     numbers = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
     return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), **reference)
@@ -142,11 +149,14 @@ def _number(value: Any, scale: float) -> float | None:
 
 
 def _average(entries: Sequence[Entry], published: float | None) -> Entry:
-    """Mean over the datasets that have a number; the paper's own average beside it."""
-    means = [entry.mean for entry in entries if entry.mean is not None]
-    if not means:
+    """Mean over the planned datasets once all have a number; the paper's average beside it if it is over the same."""
+    means = [entry.mean for entry in entries if entry.planned]
+    if not means or None in means:
         return Entry(published=published)
-    return Entry(mean=math.fsum(means) / len(means), runs=min(e.runs for e in entries if e.runs), published=published)
+    runs = min(entry.runs for entry in entries if entry.planned)
+    return Entry(
+        mean=math.fsum(means) / len(means), runs=runs, published=published if len(means) == len(entries) else None
+    )
 
 
 def comparison_tables(run: Run) -> list[Table]:

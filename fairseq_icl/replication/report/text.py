@@ -8,6 +8,7 @@ from fairseq_icl.replication.report.tables import Entry, Table
 
 Show = Callable[[Entry, int], str]
 MISSING = "missing"
+UNDEFINED = "0/0"
 NOT_PLANNED = "–"
 SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -15,7 +16,9 @@ SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
 
 
 def ours(entry: Entry, decimals: int) -> str:
-    """Our number: mean ± SD over seeds, `missing` if planned without a result, a dash if never planned."""
+    """Our number: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash (not planned)."""
+    if entry.is_undefined:
+        return UNDEFINED
     if entry.mean is None:
         return MISSING if entry.planned else NOT_PLANNED
     text = f"{entry.mean:.{decimals}f}"
