@@ -10,11 +10,10 @@ from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig, OmegaConf
 
 from fairseq_icl.checkpoints import base_reference, read_checkpoint
+from fairseq_icl.compat import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLMConfig
 from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
-
-TASK = "demonstration_prompting"
 
 
 def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], DictConfig, FairseqTask]:

@@ -15,10 +15,10 @@ from fairseq_icl.bench.shapes import Shape, dictionary_of
 from fairseq_icl.criterions.layer_causal_ce import LayerCausalCrossEntropy
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observe import Observation, PrefixCache, concatenate, observe_queries
+from fairseq_icl.observe import MAX_TOKENS, Observation, PrefixCache, concatenate, observe_queries
 from fairseq_icl.prompts.build import FinetuningSequence, Query
 from fairseq_icl.reading import Reading
-from fairseq_icl.tasks.demonstration_prompting import SCORING_TOKENS, DemonstrationPromptingTask
+from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingTask
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
 
@@ -28,7 +28,7 @@ Sample = dict[str, Any]
 def batches_of(queries: Sequence[Query]) -> list[list[int]]:
     """Indices of the queries in the batches that `fairseq-validate` makes of them."""
     dataset = QueryDataset(queries)
-    batches = dataset.batch_by_size(dataset.ordered_indices(), max_tokens=SCORING_TOKENS)
+    batches = dataset.batch_by_size(dataset.ordered_indices(), max_tokens=MAX_TOKENS)
     return [[int(index) for index in batch] for batch in batches]
 
 

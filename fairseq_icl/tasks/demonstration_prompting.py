@@ -16,6 +16,7 @@ from fairseq_icl.encoding import TOKENIZER_FILES, line_encoder, load_bpe, load_d
 from fairseq_icl.errors import UserError
 from fairseq_icl.gradients import GradientControl
 from fairseq_icl.models.linearized_lm import LinearizedLM
+from fairseq_icl.observe.batches import MAX_TOKENS
 from fairseq_icl.observe.training_queries import observe_training_queries
 from fairseq_icl.prompts.build import PromptSet, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
@@ -24,9 +25,6 @@ from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
 
 logger = logging.getLogger(__name__)
-
-SCORING_TOKENS = 512
-"""Query tokens a scoring batch holds by default: enough rows for the matrix products, little memory."""
 
 
 @register_task("demonstration_prompting", dataclass=DemonstrationPromptingConfig)
@@ -61,7 +59,7 @@ class DemonstrationPromptingTask(FairseqTask):
         # a few token sequences in memory: a process and a thread to load them ahead would only cost time.
         parser.set_defaults(required_batch_size_multiple=1, num_workers=0, data_buffer_size=0)
         if "--path" in parser._option_string_actions:  # scoring
-            parser.set_defaults(max_tokens=SCORING_TOKENS)
+            parser.set_defaults(max_tokens=MAX_TOKENS)
         else:
             parser.set_defaults(batch_size=1, max_epoch=1)
 
