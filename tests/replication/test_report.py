@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.replication.report.curves import switched_labels
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.replication.report.tables import comparison_tables, paper_tables, published_figures
 from fairseq_icl.replication.report.text import escaped, latex, markdown, plain
@@ -59,7 +60,8 @@ def make_run(folder: Path, tables_shown: list[str], variants: tuple[str, ...] = 
 
 
 def write_cell(store: Store, key: str, dataset: str, seed: int, method: str, rate: float) -> None:
-    configuration = {"cell": {"method": method, "settings": {"learning_rate": rate, "num_demonstrations": 8}}}
+    settings = {"learning_rate": rate, "num_demonstrations": 8, "switch_labels": "none", "switch_fraction": 1.0}
+    configuration = {"cell": {"method": method, "settings": settings}}
 
     def write(folder: Path) -> None:
         write_results(folder / "results.parquet", table_of(dataset, seed, method, "pretrained"), configuration)
@@ -149,6 +151,19 @@ def test_variants_are_compared_with_the_plain_run(tmp_path, monkeypatch):
     assert [label for label, _ in first.rows] == ["(plain)", "lr_scale=3"]
     assert first.rows[1][1][0].difference == pytest.approx(0.0)
     assert "lcgd" in second.title
+
+
+def test_curves_over_switched_labels_begin_at_the_plain_run(complete):
+    changed = {key: json.loads(json.dumps(said)) for key, said in complete.configurations.items()}
+    values = complete.values.assign(variant=np.where(complete.values["method"] == "lcgd", "switched", ""))
+    for key, said in changed.items():
+        if "lcgd" in key:
+            said["cell"]["settings"].update(switch_labels="both", switch_fraction=0.5)
+    run = replace(complete, values=values.assign(method="gd"), configurations=changed)
+    drawings = {drawing.name.removesuffix("_125m"): drawing for drawing in switched_labels(run, "125m")}
+    assert list(drawings) == [f"switched_both_{m}" for m in ("accuracy_ft", *SIMILARITIES[:2], *SIMILARITIES[3:5])]
+    line = drawings["switched_both_sim_aou"].figure.axes[0].lines[0]
+    assert list(line.get_xdata()) == [0.0, 0.5]
 
 
 def test_text_forms_hold_every_number(complete):

@@ -1,102 +1,22 @@
 """The figures: each says what it shows without colour (markers, line styles, hatches) and names its units."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
+from collections.abc import Iterator
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fairseq_icl.replication.report.curves import accuracy_by_k, learning_rates, switched_labels
+from fairseq_icl.replication.report.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
 from fairseq_icl.replication.report.run import Run
-
-STYLE = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "fairseq-icl",  # the same figure has the same bytes
-    "figure.constrained_layout.use": True,
-}
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LINES = ("-", "--", "-.", ":")
-# Dark to light, told apart by any eye and in print.
-COLOURS = ("#1b3a57", "#b5502a", "#4f7942", "#7b5ea7", "#8c6d1f", "#5a5a5a", "#2a8c8c", "#a03060")
-PANEL = (3.0, 2.5)
-PER_ROW = 3
-LEGEND_ENTRY = 2.5
-"""Inches that an entry of the legend takes."""
-SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
-NAMES = {
-    "sim_aou": "SimAOU",
-    "sim_aou_norm": "SimAOU_norm",
-    "sim_am_after": "SimAM",
-    "sim_am_delta": "SimAM_delta",
-    "alpha": "alpha",
-}
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure with the words around it."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-
-    def save(self, target: Any, **options: Any) -> None:
-        """Write the figure to a path or file; the same numbers give the same bytes."""
-        with mpl.rc_context(STYLE):
-            self.figure.savefig(target, **options)
 
 
 def all_figures(run: Run) -> Iterator[Drawing]:
     """Every figure that the run has numbers for."""
     with mpl.rc_context(STYLE):
         for model in run.planned["model"].drop_duplicates():
-            for draw in (_similarities, _alpha, _partition, _gradient_norms, _accuracy_by_k, _learning_rates):
+            for draw in FIGURES:
                 yield from draw(run, model)
-
-
-def panels(names: list[str]) -> tuple[Figure, list[Axes]]:
-    """A figure with one titled panel a name."""
-    columns = min(PER_ROW, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns + 0.6, PANEL[1] * rows + 0.5))
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax, name in zip(axes, names, strict=False):
-        ax.set_title(name)
-    for ax in axes[len(names) :]:
-        ax.remove()
-    return figure, axes[: len(names)]
-
-
-def styles() -> Iterator[dict[str, Any]]:
-    """Line styles, no two alike in marker."""
-    for marker, line, colour in zip(cycle(MARKERS), cycle(LINES), cycle(COLOURS), strict=False):
-        yield {"marker": marker, "linestyle": line, "color": colour, "markersize": 4, "capsize": 2, "linewidth": 1.2}
-
-
-def draw_lines(ax: Axes, lines: dict[str, pd.DataFrame], x: str) -> None:
-    """One line with error bars (SD over seeds) for each label; `lines` have columns x, mean, sd."""
-    for (label, line), style in zip(lines.items(), styles(), strict=False):
-        line = line.sort_values(x)
-        spread = line["sd"].astype(float).fillna(0.0)
-        ax.errorbar(line[x].astype(float), line["mean"], yerr=spread, label=label, **style)
-
-
-def legend_below(figure: Figure, axes: list[Axes]) -> None:
-    """One legend for all panels, under them."""
-    entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    if entries:
-        columns = max(1, int(figure.get_figwidth() / LEGEND_ENTRY))
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(columns, len(entries)))
 
 
 def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Iterator[Drawing]:
@@ -196,60 +116,4 @@ def _ticks(count: int) -> tuple[list[int], list[str]]:
     return places, [str(place + 1) for place in places]
 
 
-def _accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
-    yield from _against_setting(
-        run,
-        model,
-        "num_demonstrations",
-        [("accuracy_icl", "ICL"), ("accuracy_zsl", "ZSL")],
-        ("accuracy_by_k", "Accuracy against the number of demonstrations"),
-        ("number of demonstrations k", "accuracy (percent)", 100.0),
-        lambda ax: ax.set_xscale("symlog", base=2, linthresh=1),
-    )
-
-
-def _learning_rates(run: Run, model: str) -> Iterator[Drawing]:
-    for metric in ("accuracy_ft", *SIMILARITIES):
-        is_share = metric.startswith("accuracy")
-        name = "FT accuracy" if is_share else NAMES[metric]
-        yield from _against_setting(
-            run,
-            model,
-            "learning_rate",
-            [(metric, name)],
-            (f"learning_rate_{metric}", f"{name} against the learning rate"),
-            ("learning rate", f"{name} ({'percent' if is_share else 'cosine'})", 100.0 if is_share else 1.0),
-            lambda ax: ax.set_xscale("log"),
-        )
-
-
-def _against_setting(
-    run: Run,
-    model: str,
-    setting: str,
-    metrics: list[tuple[str, str]],
-    names: tuple[str, str],
-    axis: tuple[str, str, float],
-    scale_x: Callable[[Axes], None],
-) -> Iterator[Drawing]:
-    """Metrics against a setting that variants change and nothing else does."""
-    points = run.against(setting)
-    points = points[(points["model"] == model) & points["metric"].isin([metric for metric, _ in metrics])]
-    if points.empty or points.groupby(["dataset", "init", "method"])[setting].nunique().max() < 2:
-        return
-    datasets = list(points["dataset"].drop_duplicates())
-    figure, axes = panels(datasets)
-    for ax, dataset in zip(axes, datasets, strict=True):
-        lines = {}
-        for metric, label in metrics:
-            own = points[(points["dataset"] == dataset) & (points["metric"] == metric)]
-            for (init, method), line in own.groupby(["init", "method"], sort=False):
-                values = line.assign(mean=line["mean"] * axis[2], sd=line["sd"] * axis[2])
-                lines[", ".join(part for part in (label, method, init) if part != "none")] = values
-        draw_lines(ax, lines, setting)
-        scale_x(ax)
-        ax.set_xlabel(axis[0])
-        ax.set_ylabel(axis[1])
-    legend_below(figure, axes)
-    caption = f"{model}. Error bars: standard deviation over seeds."
-    yield Drawing(f"{names[0]}_{model}", names[1], caption, figure)
+FIGURES = (_similarities, _alpha, _partition, _gradient_norms, accuracy_by_k, learning_rates, switched_labels)

@@ -8,7 +8,7 @@ from html import escape
 
 import pandas as pd
 
-from fairseq_icl.replication.report.figures import Drawing
+from fairseq_icl.replication.report.drawing import Drawing
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Entry, Table
 from fairseq_icl.replication.report.text import MISSING, NOT_PLANNED, kinds_of

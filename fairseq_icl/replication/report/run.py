@@ -62,29 +62,22 @@ class Run:
         groups = single.groupby([*IDENTITY, "metric", "layer"], sort=False)
         return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
 
-    def against(self, setting: str) -> pd.DataFrame:
-        """Means by IDENTITY without the variant, metric and the value of `setting`: mean, sd and runs over seeds."""
+    def against(self, *settings: str) -> pd.DataFrame:
+        """Means by IDENTITY without the variant, metric and the values of `settings`: mean, sd and runs over seeds."""
         overall = self.values[self.values["layer"].isna()]
-        # Other variants (a clipped one, say) are told apart by all settings but this one.
+        cells = {key: configuration["cell"]["settings"] for key, configuration in self.configurations.items()}
+        # Other variants (a clipped one, say) are told apart by all settings but these.
+        others = {key: json.dumps({n: v for n, v in cell.items() if n not in settings}) for key, cell in cells.items()}
         overall = overall.assign(
-            **{setting: [_setting(self.configurations[key], setting) for key in overall["key"]]},
-            others=[_others(self.configurations[key], setting) for key in overall["key"]],
+            others=overall["key"].map(others),
+            **{setting: [cells[key][setting] for key in overall["key"]] for setting in settings},
         )
         plain = overall.loc[overall["variant"] == "", "others"]
         if not plain.empty:
             overall = overall[overall["others"].isin(set(plain))]
         identity = [name for name in IDENTITY if name != "variant"]
-        groups = overall.groupby([*identity, "metric", setting], sort=False)
+        groups = overall.groupby([*identity, "metric", *settings], sort=False)
         return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
-
-
-def _setting(configuration: dict[str, Any], name: str) -> Any:
-    return configuration["cell"]["settings"][name]
-
-
-def _others(configuration: dict[str, Any], name: str) -> str:
-    """All settings but one and the reading's switches, as a text to compare."""
-    return json.dumps({key: value for key, value in configuration["cell"]["settings"].items() if key != name})
 
 
 def load_run(folder: str | Path) -> Run:

@@ -14,6 +14,7 @@ from fairseq_icl.replication.report.run import Run
 
 PUBLISHED = Path(__file__).parent.parent.parent / "config" / "published.yaml"
 AVERAGE = "average"
+PLAIN = "plain run"
 METRICS = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect", "sim_aou")
 METRICS += ("sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after", "sim_am_delta")
 METRICS += ("alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
@@ -180,8 +181,8 @@ def _comparison(run: Run, model: str, init: str, method: str, variants: list[str
         rows.append((variant or "(plain)", tuple(entries)))
     title = f"{method} on {model}, {init}: what each variant does to every metric (mean over datasets and seeds)"
     name = f"variants_{model}_{init}_{method}"
-    notes = ("Shares (accuracies, Rec2FTP, RPA) in percent.",)
-    return Table(name, title, tuple(metrics), tuple(rows), 3, reference="plain run", notes=notes)
+    notes = ("Shares (accuracies, Rec2FTP, RPA) in percent. Differences are to the plain run.",)
+    return Table(name, title, tuple(metrics), tuple(rows), 3, reference=PLAIN, notes=notes)
 
 
 def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:

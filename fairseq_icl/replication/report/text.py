@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 
-from fairseq_icl.replication.report.tables import Entry, Table
+from fairseq_icl.replication.report.tables import PLAIN, Entry, Table
 
 Show = Callable[[Entry, int], str]
 MISSING = "missing"
@@ -52,7 +52,8 @@ def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True
     if intervals and any(entry.low is not None for entry in entries):
         kinds.append(("95 % interval", interval))
     if any(entry.published is not None for entry in entries):
-        kinds += [(reference, beside), ("difference", difference)]
+        kinds += [(reference, beside)] if reference != PLAIN else []  # the plain run is the first row already
+        kinds.append(("difference", difference))
     return kinds
 
 

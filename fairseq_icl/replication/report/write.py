@@ -4,7 +4,8 @@ from pathlib import Path
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.report import html, text
-from fairseq_icl.replication.report.figures import Drawing, all_figures
+from fairseq_icl.replication.report.drawing import Drawing
+from fairseq_icl.replication.report.figures import all_figures
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
 from fairseq_icl.replication.store import write_atomically
