@@ -10,13 +10,15 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from fairseq.models import BaseFairseqModel
 
 from fairseq_icl.encoding import load_dictionary
 from fairseq_icl.errors import UserError
@@ -77,9 +79,8 @@ class Engine:
 
     def needs(self, cell: Cell) -> list[tuple[str, Cell]]:
         """(key, cell) of every observation the cell is computed from, ZSL and ICL first."""
-        method = get_method(cell.method)
-        trained = [cell.changed(method=name) for name in method.compares or ([cell.method] if method.trains else [])]
-        settings = [("zsl", cell), ("icl", cell), *(("ft", other) for other in trained)]
+        trained = [("ft", cell.changed(method=name)) for name in get_method(cell.method).trained]
+        settings = [("zsl", cell), ("icl", cell), *trained]
         return [(self.key(other, setting), other) for setting, other in settings]
 
     def run(self, cells: Sequence[Cell], progress: Callable[[str], None] = lambda line: None) -> int:
@@ -162,19 +163,29 @@ class Engine:
         return observe_all(model, prompts.queries, cell.settings.reading.position, context), {}
 
     def _fine_tune_and_observe(self, cell: Cell) -> Bundle:
+        with self.fine_tuned(cell) as (model, recorded):
+            return observe_all(model, self.prompts_of(cell).queries, cell.settings.reading.position), recorded
+
+    @contextmanager
+    def fine_tuned(
+        self, cell: Cell, prompts: PromptSet | None = None
+    ) -> Iterator[tuple[BaseFairseqModel, dict[str, Any]]]:
+        """The model fine-tuned on the cell's demonstrations (or those of `prompts`), and what was recorded meanwhile.
+
+        The model is the base model itself: afterwards it has its old weights again.
+        """
         with tempfile.TemporaryDirectory() as folder:
             cell = self._with_recorded_clip(cell, Path(folder))
             config = parse(train_arguments(cell, self.files, self.data, Path(folder)))
             task = build_task(config)
-            task.prompts = self.prompts_of(cell, task)
+            task.prompts = prompts or self.prompts_of(cell, task)
             base = self.base_model(cell)
             freeze_all_but(base, task.cfg.train_parameters, biases=task.reading.biases == "trained")
             model = _linearized(base) if task.cfg.linearize else base
             with undone_afterwards(model):
                 queries = fine_tune(config, task, model)
-                observation = observe_all(model, task.prompts.queries, cell.settings.reading.position)
-            gradients = torch.frombuffer(bytearray((Path(folder) / GRADIENTS).read_bytes()), dtype=torch.uint8)
-        return observation, {"gradients": gradients, "queries": queries}
+                gradients = torch.frombuffer(bytearray((Path(folder) / GRADIENTS).read_bytes()), dtype=torch.uint8)
+                yield model, {"gradients": gradients, "queries": queries}
 
     def _with_recorded_clip(self, cell: Cell, folder: Path) -> Cell:
         """`layer_clip_value: METHOD` -> the gradient norms that METHOD has on the same demonstrations."""

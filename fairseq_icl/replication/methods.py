@@ -25,6 +25,11 @@ class Method:
         """Whether the method has a fine-tuned model of its own."""
         return bool(self.flags)
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The methods whose fine-tuned models a cell of this method needs: its own, the two it compares, or none."""
+        return self.compares or ((self.name,) if self.trains else ())
+
 
 _methods: dict[str, Method] = {}
 _entry_points_read = False

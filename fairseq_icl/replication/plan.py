@@ -167,7 +167,7 @@ def _settings(config: Mapping[str, Any], facts: Facts, method: str) -> Settings:
         reading = Reading.of(config["reading"], **overrides)
     except ValueError as error:
         raise UserError(str(error)) from error
-    trains = get_method(method).trains or get_method(method).compares
+    trains = bool(get_method(method).trained)
     # Every variant may bring its own k; facts give the paper's.
     k = facts.num_demonstrations if config["num_demonstrations"] is None else config["num_demonstrations"]
     return Settings(

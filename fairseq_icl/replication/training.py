@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq import options
@@ -170,8 +169,3 @@ def undone_afterwards(model: BaseFairseqModel) -> Iterator[None]:
             for name, parameter in learning.items():
                 parameter.copy_(before[name])
                 parameter.grad = None
-
-
-def step_lengths(task: Any) -> list[int]:
-    """Tokens of every training step, for estimates."""
-    return [len(sequence.tokens) - 1 for sequence in task.prompts.finetuning]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.replication.configuration import compose_configuration
-from fairseq_icl.replication.estimate import _line, describe, duration, stages_of
+from fairseq_icl.replication.estimate import describe, duration, stages_of
+from fairseq_icl.replication.measuring import _line
 from fairseq_icl.replication.plan import expand
 from tests.replication.toy_run import configuration, run
 
@@ -19,7 +20,7 @@ def test_shared_work_is_counted_once():
     baselines = 2 * 5 * 3  # inits, datasets without AGNews, seeds
     assert counts["zsl"] == 6 + baselines  # a pretrained model without demonstrations knows no seed
     assert counts["icl"] == 18 + baselines
-    assert counts["ft"] == 2 * 18 + baselines  # alpha trains nothing of its own
+    assert counts["train"] == counts["ft"] == 2 * 18 + baselines  # alpha trains nothing of its own
     assert counts["measure"] == len(cells)
     assert counts["prompts"] == 18
 
