@@ -45,15 +45,20 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
     checkpoint = demo_model() if config["path"] == "demo" else Path(config["path"])
     beside = Path(config["tokenizer"]) if config["tokenizer"] else checkpoint.parent
     dictionary = beside / "dict.txt"
-    if config["random"]:
-        checkpoint = folder / "stand_in" / f"{config['name']}.pt"
-        if make:
-            make_stand_in(checkpoint, dictionary, config["shape"])
-    elif not checkpoint.is_file():
+    if not config["random"] and not checkpoint.is_file():
         raise UserError(
             f"{checkpoint}: no such checkpoint; unpack the model there, set FAIRSEQ_ICL_MODELS to the folder of your "
             "models, give model=PATH/model.pt, or model.random=true for random weights of that shape"
         )
+    if not dictionary.is_file():
+        raise UserError(
+            f"{dictionary}: no such file; put the model's dict.txt there, or name the folder that has it and the "
+            "tokenizer's files: model.tokenizer=FOLDER"
+        )
+    if config["random"]:
+        checkpoint = folder / "stand_in" / f"{config['name']}.pt"
+        if make:
+            make_stand_in(checkpoint, dictionary, config["shape"])
     names = TOKENIZER_FILES.get(config["bpe"], {})
     return ModelFiles(
         name=config["name"],
