@@ -108,6 +108,7 @@ class GradientRecorder:
         metadata = {METADATA_KEY: json.dumps(describe(self.decoder)).encode()}
         table = pa.table(self._columns()).replace_schema_metadata(metadata)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        self._written = len(self.steps)  # even if it fails: the end of the process is not to try and complain again
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -117,7 +118,6 @@ class GradientRecorder:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"--record-gradients {self.path}: cannot be written ({error.strerror})") from error
-        self._written = len(self.steps)
 
     def _columns(self) -> dict[str, np.ndarray]:
         step, demonstration, norms, loss_sum, sample_size = zip(*self.steps, strict=True)

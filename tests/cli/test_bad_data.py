@@ -52,6 +52,7 @@ def test_class_missing_among_the_demonstrations_can_be_refused(other: World, tmp
     (other.data / "toy_train.jsonl").write_text(lines(*[GOOD] * 9))
     result = other.train(tmp_path / "out", "--missing-class", "refuse")
     assert_one_clear_line(result, "no demonstration", "Negative", "--seed")
+    assert not list((tmp_path / "out").glob("*"))
 
 
 @pytest.mark.parametrize(
@@ -59,11 +60,14 @@ def test_class_missing_among_the_demonstrations_can_be_refused(other: World, tmp
     [
         ("[nowhere, Positive]", ("nowhere", "unknown to the dictionary", "--bpe")),
         ("[word1, word1 word2]", ("word1 word2", "cannot be told apart")),
+        ("['', Positive]", ("label_words",)),
+        ("[' ', Positive]", ("label",)),
     ],
 )
 def test_label_words_that_cannot_be_scored(other: World, tmp_path: Path, words: str, parts: tuple[str, ...]):
     other.spec.write_text(SPEC.replace("[Negative, Positive]", words))
     assert_one_clear_line(other.train(tmp_path / "out"), *parts)
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_unknown_dataset_and_missing_folder(world: World, tmp_path: Path):

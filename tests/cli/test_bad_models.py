@@ -1,5 +1,6 @@
 """Models that cannot be used: one clear line, exit code 2, nothing left behind."""
 
+import json
 import os
 from pathlib import Path
 
@@ -34,9 +35,9 @@ def broken(kind: str, world: World, folder: Path) -> Path:
         path.write_bytes(b"")
     elif kind == "malicious":
         torch.save(state | {"args": Payload(folder / "owned")}, path)
-    elif kind == "nan":
+    elif kind in ("nan", "inf"):
         weights = {name: tensor.clone() for name, tensor in state["model"].items()}
-        weights["decoder.layers.0.self_attn.k_proj.weight"][0, 0] = float("inf")
+        weights["decoder.layers.0.self_attn.k_proj.weight"][0, 0] = float(kind)
         torch.save(state | {"model": weights}, path)
     return path
 
@@ -49,6 +50,7 @@ def broken(kind: str, world: World, folder: Path) -> Path:
         ("empty", ("empty",)),
         ("malicious", ("refused", "mkdir")),
         ("nan", ("k_proj.weight", "NaN or infinite")),
+        ("inf", ("k_proj.weight", "NaN or infinite")),
         ("absent", ("no such checkpoint",)),
     ],
 )
@@ -65,6 +67,19 @@ def test_dictionary_of_another_model(world: World, tmp_path: Path):
     (tmp_path / "dict.txt").write_text("one 1\ntwo 1\n")
     result = world.train(tmp_path / "out", dict=tmp_path / "dict.txt")
     assert_one_clear_line(result, "48 token embeddings", "6 symbols", "--dict")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("merges", "words"), [("a b", ("of the tokenizer's 3 pieces", "different models")), ("a c", ("one model's files",))]
+)
+def test_tokenizer_files_of_another_model(world: World, tmp_path: Path, merges: str, words: tuple[str, ...]):
+    encoder, vocabulary = tmp_path / "encoder.json", tmp_path / "vocab.bpe"
+    encoder.write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
+    vocabulary.write_text(f"#version: 0.2\n{merges}\n")
+    files = {"bpe": "gpt2", "gpt2-encoder-json": encoder, "gpt2-vocab-bpe": vocabulary}
+    assert_one_clear_line(world.train(tmp_path / "out", **files), *words)
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_no_dictionary_beside_the_checkpoint(world: World, tmp_path: Path):
