@@ -70,14 +70,19 @@ class GradientControl:
                 if gradient is not None:
                     _limit(gradient, self.clip, limits[layer], layer_norms[layer], factor)
 
-    def check_finite(self, optimizer: FairseqOptimizer, rows: list[int]) -> None:
-        """Right after backward: a UserError that names layers and demonstrations if a gradient is NaN or infinite.
+    def check_finite(self, optimizer: FairseqOptimizer, loss: float, rows: list[int]) -> None:
+        """Right after backward: a UserError that names layers and demonstrations if loss or gradient is not finite.
 
         fairseq itself stops before `before_step` then, without a name. In fp16 it is its business alone: overflows
         are part of finding the loss scale.
         """
         if isinstance(optimizer, AMPOptimizer) or getattr(optimizer, "scaler", None) is not None:
             return
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is NaN or infinite at {_named(rows)}: numbers overflow in the model; if it is the first one "
+                "take another checkpoint, else lower --lr"
+            )
         norms = _norms([parameter.grad for _, _, parameter in self.trained])
         if not all(map(math.isfinite, norms)):
             raise UserError(self._not_finite(norms, rows))
@@ -113,8 +118,11 @@ class GradientControl:
             {layer for (layer, _, _), norm in zip(self.trained, norms, strict=True) if not math.isfinite(norm)}
         )
         layers = f"layer {bad[0]}" if len(bad) == 1 else f"layers {bad[0]}-{bad[-1]}"
-        what = f"demonstration {', '.join(map(str, rows))} (row of the train file)"
-        return f"the gradient of {layers} is NaN or infinite at {what}; lower --lr or set --clip-norm"
+        return f"the gradient of {layers} is NaN or infinite at {_named(rows)}; lower --lr or set --clip-norm"
+
+
+def _named(rows: list[int]) -> str:
+    return f"demonstration {', '.join(map(str, rows))} (row of the train file)"
 
 
 def true_gradients(optimizer: FairseqOptimizer, parameters: list[nn.Parameter]) -> tuple[list[Tensor | None], float]:

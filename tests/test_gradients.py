@@ -204,7 +204,7 @@ def test_gradient_that_is_not_finite_is_named():
     model.decoder.layers[1].self_attn.v_proj.weight.grad[0, 0] = math.nan
     control = GradientControl(flags(), model.decoder)
     with pytest.raises(UserError, match=r"layer 1 is NaN or infinite at demonstration 7 "):
-        control.check_finite(optimizer, [7])
+        control.check_finite(optimizer, 1.0, [7])
     with pytest.raises(UserError, match=r"layer 1 "):
         control.before_step(optimizer, model, 0, ([7], 1.0, SAMPLE_SIZE))
 
@@ -212,7 +212,7 @@ def test_gradient_that_is_not_finite_is_named():
 def test_overflow_of_half_precision_is_left_to_fairseq(tmp_path: Path):
     model, optimizer, _ = prepare("fp16")
     trained(model)[0].grad[0] = math.inf
-    GradientControl(flags(), model.decoder).check_finite(optimizer, [7])
+    GradientControl(flags(), model.decoder).check_finite(optimizer, 1.0, [7])
     model = build_model(dtype=torch.float32)
     amp = AMPOptimizer(fairseq_config(), trained(model), sgd(trained(model)))
     trained(model)[0].grad = torch.full_like(trained(model)[0], math.inf)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_icl.errors import UserError
 from fairseq_icl.observe.layout import Layout, Position, lay_out
 from fairseq_icl.observe.observation import Observation
 from fairseq_icl.observe.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
@@ -57,6 +58,7 @@ def observe_queries(
     logits, record, context_scores = _evaluate(model, run)
     log_probs = model.decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu()
     scores = layout.option_scores(log_probs)
+    _check_scores(scores, queries)
     return Observation(
         row=torch.tensor([query.row for query in queries]),
         gold=torch.tensor([query.gold for query in queries]),
@@ -68,6 +70,16 @@ def observe_queries(
         query_vector=record.query.float().cpu(),
         context_row=None if context_scores is None else context_scores.float().cpu(),
     )
+
+
+def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
+    """Refuse options scored NaN, (n, C): a prediction made from them would look like any other."""
+    for query, row in zip(queries, scores.isnan().any(dim=1).tolist(), strict=True):
+        if row:
+            raise UserError(
+                f"row {query.row} (from 0) of the validation file is scored NaN: numbers overflow in the model; "
+                "take another checkpoint, or fine-tune with a lower --lr"
+            )
 
 
 Seen = tuple[Tensor, AttentionRecord, Tensor | None]

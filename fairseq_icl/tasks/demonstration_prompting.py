@@ -135,9 +135,10 @@ class DemonstrationPromptingTask(FairseqTask):
                 self.training_queries[row] = observe_training_queries(model, tokens)
         loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         if not ignore_grad:
-            self._control(model).check_finite(optimizer, sample["rows"])
+            value = float(loss.detach())
+            self._control(model).check_finite(optimizer, value, sample["rows"])
             rows, loss_sum, size = self._step
-            self._step = (rows + sample["rows"], loss_sum + float(loss.detach()), size + int(sample_size))
+            self._step = (rows + sample["rows"], loss_sum + value, size + int(sample_size))
         return loss, sample_size, logs
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:

@@ -78,7 +78,7 @@ def test_unknown_dataset_and_missing_folder(world: World, tmp_path: Path):
 
 def test_update_that_is_not_finite_names_the_demonstration(world: World, tmp_path: Path):
     result = world.train(tmp_path / "out", "--lr", "1e30")
-    assert_one_clear_line(result, "demonstration", "finite")
+    assert_one_clear_line(result, "NaN or infinite at demonstration", "--lr")
     assert not list((tmp_path / "out").glob("*.pt"))
 
 

@@ -63,6 +63,18 @@ def test_unusable_checkpoint(world: World, tmp_path: Path, kind: str, words: tup
     assert not list(save_dir.glob("*"))
 
 
+def test_weights_so_large_that_numbers_overflow(world: World, tmp_path: Path):
+    path = tmp_path / "huge.pt"
+    state = dict(read_checkpoint(world.model))
+    torch.save(state | {"model": {name: 1e19 * tensor for name, tensor in state["model"].items()}}, path)
+    result = world.train(tmp_path / "out", pretrained=path, dict=world.dictionary)
+    assert_one_clear_line(result, "the loss is NaN or infinite at demonstration", "--lr")
+    assert not list((tmp_path / "out").glob("*"))
+    result = world.validate(path, "--results", tmp_path / "results.parquet", dict=world.dictionary)
+    assert_one_clear_line(result, "validation file is scored NaN", "checkpoint")
+    assert not (tmp_path / "results.parquet").exists()
+
+
 def test_dictionary_of_another_model(world: World, tmp_path: Path):
     (tmp_path / "dict.txt").write_text("one 1\ntwo 1\n")
     result = world.train(tmp_path / "out", dict=tmp_path / "dict.txt")

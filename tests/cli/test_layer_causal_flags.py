@@ -48,6 +48,6 @@ def test_clip_file_of_other_demonstrations_ends_in_one_line(world: World, vanill
     assert_one_clear_line(world.train(tmp_path, *clip, seed=4), "record.parquet", "same demonstrations")
 
 
-def test_diverged_training_names_layer_and_demonstration(world: World, tmp_path: Path):
+def test_diverged_training_names_the_demonstration(world: World, tmp_path: Path):
     result = world.train(tmp_path, "--lr", "1e30", criterion="layer_causal_ce")
-    assert_one_clear_line(result, "gradient of layer", "demonstration", "--lr")
+    assert_one_clear_line(result, "NaN or infinite at demonstration", "--lr")
