@@ -126,5 +126,5 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
+        return f"{seconds / 60:.{0 if seconds >= 1200 else 1}f} min"
     return f"{seconds / 3600:.1f} h"

@@ -29,7 +29,7 @@ def test_times_are_continued_as_straight_lines():
     assert _line((1, 3), (2.0, 4.0), 24) == pytest.approx(25.0)
     assert _line((1, 3), (2.0, 1.9), 24) == 2.0  # noise never makes a deeper model faster
     assert _line((20,), (5.0,), 20) == 5.0
-    assert [duration(seconds) for seconds in (5, 600, 36000)] == ["5 s", "10 min", "10.0 h"]
+    assert [duration(seconds) for seconds in (5, 330, 3000, 36000)] == ["5 s", "5.5 min", "50 min", "10.0 h"]
 
 
 def test_a_dry_run_measures_and_writes_nothing(world, tmp_path: Path):
