@@ -137,10 +137,19 @@ def test_a_share_of_no_examples_is_not_called_missing(complete):
 
 def test_other_datasets_keep_the_papers_rows_and_have_their_own_columns(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.replication.test_report.DATASETS", ("demo_a", "demo_b"))
-    (table,) = paper_tables(make_run(tmp_path, ["deutch2024_table1"]))
-    assert table.columns == ("demo_a", "demo_b", "average")
-    assert table.rows[0][0] == "SimAOU, trained"
-    assert all(entry.published is None for _, entries in table.rows for entry in entries)
+    for table in paper_tables(make_run(tmp_path, ["deutch2024_table1", "deutch2024_table2"])):
+        assert table.columns == ("demo_a", "demo_b", "average")
+        assert table.rows[0][0].startswith("SimAOU")
+        assert all(entry.published is None for _, entries in table.rows for entry in entries)
+
+
+def test_datasets_that_a_table_of_the_paper_lacks_take_no_part_in_its_average(complete):
+    values = complete.values.copy()
+    values.loc[values["dataset"] == "agnews", "value"] += 100.0
+    (table,) = paper_tables(replace(complete, values=values, tables=["deutch2024_table1"]))
+    (_, entries), *_ = table.rows
+    assert table.columns == ("sst2", "sst5", "mr", "subj", "cb", "agnews", "average")
+    assert (entries[-2].mean, entries[-1].mean) == pytest.approx((100.2, 0.2))
 
 
 def test_variants_are_compared_with_the_plain_run(tmp_path, monkeypatch):

@@ -123,7 +123,10 @@ def _paper_row(
         )
         for dataset in columns
     ]
-    return row["label"], (*entries, _average(entries, figures.get("avg") if columns == published else None))
+    # Datasets that the paper's table does not have stand in it, but take no part in an average that is like its own.
+    if columns[: len(published)] == published:
+        return row["label"], (*entries, _average(entries[: len(published)], figures.get("avg")))
+    return row["label"], (*entries, _average(entries, None))
 
 
 def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:
