@@ -99,7 +99,7 @@ def test_published_numbers_are_those_of_the_papers():
 
 
 def test_ours_stands_beside_the_published_figure(complete):
-    table2, accuracy = paper_tables(complete)
+    table2, accuracy, larger = paper_tables(complete)
     label, entries = table2.rows[0]
     assert label == "SimAOU_norm, GD"
     first, average = entries[0], entries[-1]
@@ -111,6 +111,9 @@ def test_ours_stands_beside_the_published_figure(complete):
     assert (average.mean, average.published) == pytest.approx((0.2, 0.187))
     assert accuracy.rows[0][1][0].mean == pytest.approx(20.0)
     assert "Ours: 125m; published: 1.3b." in table2.notes
+    # A model that the paper does not have stands beside each one that it has.
+    assert (accuracy.name, larger.name) == ("dai2023_accuracy_1.3b", "dai2023_accuracy_2.7b")
+    assert (accuracy.rows[0][1][0].published, larger.rows[0][1][0].published) == (70.5, 71.4)
 
 
 def test_missing_cells_are_shown_as_missing(tmp_path):
@@ -127,7 +130,7 @@ def test_missing_cells_are_shown_as_missing(tmp_path):
 def test_a_share_of_no_examples_is_not_called_missing(complete):
     values = complete.values.copy()
     values.loc[(values["metric"] == "rec2ftp") & (values["dataset"] == "mr"), "metric"] = "undefined_rec2ftp"
-    (table,) = paper_tables(replace(complete, values=values, tables=["dai2023_rec2ftp"]))
+    table, _ = paper_tables(replace(complete, values=values, tables=["dai2023_rec2ftp"]))
     (_, entries), *_ = table.rows
     assert [entry.is_undefined for entry in entries] == [column == "mr" for column in table.columns]
     assert "0/0" in plain(table)
@@ -235,7 +238,7 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path, monkeypatch):
 def test_csv_has_a_line_for_every_place(complete, tmp_path):
     path = write_report(complete, tmp_path, ("csv",))["csv"]
     rows = list(csv.DictReader(path.open()))
-    assert len(rows) == 8 * 7 + 3 * 7
+    assert len(rows) == 8 * 7 + 2 * 3 * 7
     assert rows[0]["published"] == "0.11"
     assert rows[0]["cells"].split() == ["sst2gd1v0", "sst2gd2v0", "sst2gd3v0"]
     summary = pd.read_csv(tmp_path / "summary.csv")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,25 +73,45 @@ def published_figures() -> dict[str, Any]:
 
 
 def paper_tables(run: Run) -> list[Table]:
-    """The published tables that the run's experiments name, once for every model of the run."""
-    models = run.planned["model"].drop_duplicates()
-    return [paper_table(run, name, model) for model in models for name in run.tables]
+    """The published tables that the run's experiments name, once for every model of the run.
+
+    A model that the paper does not have is set beside each one that it has.
+    """
+    tables = []
+    models = list(run.planned["model"].drop_duplicates())
+    for model in models:
+        for name in run.tables:
+            rows = published_figures()["tables"][name]["rows"]
+            sizes = list(dict.fromkeys(size for row in rows for size in row.get("published", {})))
+            if model in sizes or not sizes or not _shared(run, name, model):
+                sizes = [model]
+            for size in sizes:
+                words = {model: model} if len(models) > 1 else {}
+                words |= {size: f"published: {size}"} if len(sizes) > 1 else {}
+                label, title = "_".join([name, *words]), f" ({', '.join(words.values())})" if words else ""
+                table = paper_table(run, name, model, size)
+                tables.append(replace(table, name=label, title=table.title + title))
+    return tables
 
 
-def paper_table(run: Run, name: str, model: str) -> Table:
-    """One published table with the numbers of `model` beside it."""
+def _shared(run: Run, name: str, model: str) -> bool:
+    """Whether the run has any dataset of the published table."""
+    own = run.planned.loc[run.planned["model"] == model, "dataset"]
+    return bool(set(own) & set(published_figures()["tables"][name]["columns"]))
+
+
+def paper_table(run: Run, name: str, model: str, size: str) -> Table:
+    """One published table with the numbers of `model` beside the paper's for `size`."""
     figures = published_figures()
     said = figures["tables"][name]
     paper = figures["papers"][said["paper"]]
     own = run.planned.loc[run.planned["model"] == model, "dataset"].drop_duplicates()
-    shared = [dataset for dataset in said["columns"] if dataset in set(own)]
     # A run on other datasets only (the demo's) keeps the paper's rows and has its own columns.
-    columns = (said["columns"] if shared else []) + [dataset for dataset in own if dataset not in said["columns"]]
-    sizes = list(dict.fromkeys(size for row in said["rows"] for size in row.get("published", {})))
-    size = model if model in sizes else next(iter(sizes), None)
+    columns = said["columns"] if _shared(run, name, model) else []
+    columns = columns + [dataset for dataset in own if dataset not in said["columns"]]
     scale = 100.0 if said.get("percent") else 1.0
     rows = [_paper_row(run, row, model, size, columns, said["columns"], scale) for row in said["rows"]]
-    notes = [f"Ours: {model}; published: {size}."] if shared and size and size != model else []
+    notes = [f"Ours: {model}; published: {size}."] if size != model else []
     notes += [
         f"Doubtful: {row['label']}, {dataset}: {why}."
         for row in said["rows"]
@@ -101,13 +121,11 @@ def paper_table(run: Run, name: str, model: str) -> Table:
     if any(entry.is_undefined for _, entries in rows for entry in entries):
         notes.append("0/0: a share of no examples, so it has no value here (and the row no average).")
     source = f"{paper['authors']}, {paper['title']} ({paper['where']})"
-    title = said["title"] if len(run.planned["model"].unique()) == 1 else f"{said['title']} ({model})"
-    label = f"{name}_{model}" if len(run.planned["model"].unique()) > 1 else name
-    return Table(label, title, (*columns, AVERAGE), tuple(rows), said["decimals"], source, notes=tuple(notes))
+    return Table(name, said["title"], (*columns, AVERAGE), tuple(rows), said["decimals"], source, notes=tuple(notes))
 
 
 def _paper_row(
-    run: Run, row: dict[str, Any], model: str, size: str | None, columns: list[str], published: list[str], scale: float
+    run: Run, row: dict[str, Any], model: str, size: str, columns: list[str], published: list[str], scale: float
 ) -> tuple[str, tuple[Entry, ...]]:
     figures = row.get("published", {}).get(size, {})
     figure = dict(zip(published, figures.get("values", []), strict=False))
