@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     findings = run(SHAPES[arguments.shape], parts, quick=arguments.quick, say=say)
     print(findings.text())
     if arguments.write_docs:
-        findings.write(DOCS)
+        findings.write(DOCS, shlex.join(["fairseq-icl", "bench", *argv]))
     return 0 if all(limit.kept for limit in findings.limits) else 1
 
 
@@ -56,7 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="125m", help="size of the model (default: 125m)")
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=PARTS_HELP)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and queries: rougher figures, sooner")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/benchmark.md and docs/benchmark.png")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/benchmark_SHAPE.md and its plot")
     return parser.parse_args(argv)
 
 
@@ -73,7 +74,7 @@ def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], Non
         "1 thread, processor time" if threads == 1 else f"{threads} threads, wall-clock time"
     )
     title += f" ({platform.machine()}), torch {torch.__version__}"
-    findings = Findings(title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
+    findings = Findings(shape.name, title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
     if set(parts) & set(IN_PROCESS):
         measure_in_process(findings, shape, parts, quick, say)
     if "memory" in parts:

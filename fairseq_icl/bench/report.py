@@ -1,4 +1,4 @@
-"""What a benchmark found, as text, as docs/benchmark.md and as docs/benchmark.png."""
+"""What a benchmark found, as text and as a page of docs/ with a plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Row:
 
 HEADER = ["", "ours s", "authors s", "times faster", "ours MiB", "authors MiB", "ours kB", "authors kB", "of GEMM rate"]
 PREAMBLE = """\
-Made by `fairseq-icl bench --write-docs`. "Ours" is what `fairseq-train` and `fairseq-validate` run with this plugin.
+Made by `{command}`. "Ours" is what `fairseq-train` and `fairseq-validate` run with this plugin.
 "Authors" is the protocol of the two papers' code, rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py):
 every query alone behind the whole prompt, whole attention maps, all logits, gradients of all weights, records as JSON
 lines. tests/bench checks that it gives the numbers their code gave."""
@@ -88,6 +88,7 @@ class Point:
 class Findings:
     """All that one run of the benchmark found."""
 
+    shape: str
     title: str
     rows: list[Row] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
@@ -104,23 +105,26 @@ class Findings:
         parts += ["\n".join(self.notes), "\n".join(limit.line() for limit in self.limits)]
         return "\n\n".join(part for part in parts if part)
 
-    def markdown(self) -> str:
-        """Everything, as a page."""
-        parts = [f"# Benchmark\n\n{PREAMBLE}\n\n{self.title}"]
+    def markdown(self, command: str) -> str:
+        """Everything, as a page that names the command it was made by."""
+        parts = [f"# Benchmark at the {self.shape} shape\n\n{PREAMBLE.format(command=command)}\n\n{self.title}"]
         if self.rows:
             parts += [_markdown([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
         if self.points:
-            parts += ["![cost per query](benchmark.png)", _markdown([SWEEP_HEADER, *map(_sweep_cells, self.points)])]
+            parts += [
+                f"![cost per query](benchmark_{self.shape}.png)",
+                _markdown([SWEEP_HEADER, *map(_sweep_cells, self.points)]),
+            ]
         parts += ["\n".join(f"- {note}" for note in self.notes)]
         parts += ["\n".join(f"- {limit.line()}" for limit in self.limits)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
-    def write(self, folder: Path) -> None:
-        """benchmark.md and, if there was a sweep, benchmark.png."""
+    def write(self, folder: Path, command: str) -> None:
+        """benchmark_SHAPE.md and, if there was a sweep, benchmark_SHAPE.png."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "benchmark.md").write_text(self.markdown())
+        (folder / f"benchmark_{self.shape}.md").write_text(self.markdown(command))
         if self.points:
-            plot(self.points, folder / "benchmark.png")
+            plot(self.points, folder / f"benchmark_{self.shape}.png")
 
 
 SWEEP_HEADER = ["sweep", "context tokens", "prefix, once: s", "ours: ms a query", "authors: ms a query", "times faster"]
@@ -142,7 +146,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
     for axis, sweep in zip(axes[0], sweeps, strict=True):
         chosen = [point for point in points if point.sweep == sweep]
         x = [point.x for point in chosen]
-        axis.plot(x, [1000 * point.authors for point in chosen], "o-", color="#a33", label="authors' way")
+        axis.plot(x, [1000 * point.authors for point in chosen], "s--", color="#a33", label="authors' way")
         axis.plot(x, [1000 * point.ours for point in chosen], "o-", color="#357", label="ours, after the prefix")
         axis.set(xlabel=sweep, xscale="log", yscale="log", xticks=x, xticklabels=x)
         axis.minorticks_off()

@@ -35,7 +35,7 @@ def model() -> PretrainedLM:
 
 @pytest.fixture
 def findings() -> Findings:
-    return Findings("test")
+    return Findings("tiny", "test")
 
 
 def value(findings: Findings, start: str) -> float:

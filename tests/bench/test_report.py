@@ -23,20 +23,21 @@ def test_limit_is_kept_on_its_side_of_the_bound() -> None:
 
 
 def test_text_has_a_line_for_every_row_limit_and_point() -> None:
-    findings = Findings("a title", ROWS, [Limit("times faster", 40, 20, at_least=True)], POINTS, ["a note"])
+    findings = Findings("tiny", "a title", ROWS, [Limit("times faster", 40, 20, at_least=True)], POINTS, ["a note"])
     text = findings.text()
     for part in ("a title", "ICL scoring", "8 demonstrations", "a note", "ok      times faster: 40 (at least 20)"):
         assert part in text
 
 
 def test_page_and_plot_are_written(tmp_path: Path) -> None:
-    Findings("a title", ROWS, [], POINTS).write(tmp_path)
-    page = (tmp_path / "benchmark.md").read_text()
-    assert "![cost per query](benchmark.png)" in page
+    Findings("tiny", "a title", ROWS, [], POINTS).write(tmp_path, "fairseq-icl bench")
+    page = (tmp_path / "benchmark_tiny.md").read_text()
+    assert "Made by `fairseq-icl bench`." in page
+    assert "![cost per query](benchmark_tiny.png)" in page
     assert page.count("\n| ") == 2 * (1 + 2)  # header and rows of two tables
-    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "benchmark_tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_plot_without_a_sweep(tmp_path: Path) -> None:
-    Findings("a title", ROWS).write(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.md"]
+    Findings("tiny", "a title", ROWS).write(tmp_path, "fairseq-icl bench")
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_tiny.md"]
