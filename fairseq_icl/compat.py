@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing.
+# Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing, and turns
+# on the debug messages of every package.
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
+_level = logging.getLogger().level
 
 import torch
 from fairseq import checkpoint_utils, options
@@ -25,6 +27,8 @@ from fairseq.registry import REGISTRIES
 from omegaconf import DictConfig, ListConfig, base, nodes
 
 from fairseq_icl.errors import UserError, find_user_error
+
+logging.getLogger().setLevel(_level)
 
 TASK = "demonstration_prompting"
 
@@ -59,7 +63,6 @@ def silence_warnings_about_fairseq() -> None:
         r"`torch\.jit\.script` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("hydra").setLevel(logging.WARNING)  # fairseq's import leaves the root logger at DEBUG
 
 
 def allow_checkpoint_classes() -> None:

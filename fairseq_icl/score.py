@@ -1,5 +1,6 @@
 """`fairseq-icl score`: fairseq-validate with this plugin's task and criterion filled in."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -19,5 +20,6 @@ def main(argv: list[str]) -> int:
     given = {word.split("=")[0] for word in argv}
     filled = [word for flag, value in DEFAULTS.items() if flag not in given for word in (flag, value)]
     sys.argv = ["fairseq-icl score", *argv, *filled]  # fairseq reads the command line itself
+    logging.getLogger().setLevel(logging.INFO)  # fairseq-validate prints its results as such messages
     validate.cli_main()
     return 0

@@ -2,6 +2,4 @@
 
 import logging
 
-# Some of fairseq's modules turn on debug messages for everybody while they are imported; these four are talkative.
-for _name in ("fairseq", "filelock", "hydra", "matplotlib"):
-    logging.getLogger(_name).setLevel(logging.WARNING)
+logging.getLogger("fairseq").setLevel(logging.WARNING)  # training tells of every step
