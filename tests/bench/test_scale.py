@@ -45,6 +45,11 @@ def test_run_measures_a_command() -> None:
     assert done.output.strip()
 
 
+def test_memory_of_the_benchmark_itself_is_not_counted() -> None:
+    large = b"x" * 2**30
+    assert run(["--version"]).peak_bytes < len(large)
+
+
 def test_failed_command_is_not_measured(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="exit code 2"):
         run(["no-such-command"])
