@@ -86,7 +86,7 @@ def _by_name(stages: dict[Stage, tuple[int, Cell]], seconds: dict[Stage, float])
 
 
 def peak_bytes(shape: dict[str, int], prompts: Sequence[PromptSet], cells: Sequence[Cell]) -> float:
-    """Most memory at once: weights, what learns three times, the largest pass, and the observations of one run."""
+    """Most memory at once: loading; or weights, what learns three times, the largest pass, and what is observed."""
     layers, width, heads = shape["layers"], shape["width"], shape["heads"]
     weights = shape["vocabulary"] * width + layers * (4 * width**2 + 2 * width * shape["ffn"])
     learning = layers * 2 * width**2  # a copy to go back to, and gradients
@@ -98,7 +98,8 @@ def peak_bytes(shape: dict[str, int], prompts: Sequence[PromptSet], cells: Seque
     query = max(len(q.inputs[0]) for p in prompts for q in p.queries) + 1
     settings = 4 if any(get_method(cell.method).compares for cell in cells) else 3
     observed_numbers = queries * layers * (settings * (2 * width + heads * query) + context)
-    return PROCESS_BYTES + 4 * (weights + 2 * learning + max(training, prefix) + observed_numbers)
+    loading = 6 * weights  # in fp32, and the file in half precision mapped beside them
+    return PROCESS_BYTES + max(loading, 4 * (weights + 2 * learning + max(training, prefix) + observed_numbers))
 
 
 def _unfinished(cells: Sequence[Cell], files: ModelFiles, data: Path, out: Path) -> list[Cell]:
