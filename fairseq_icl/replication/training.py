@@ -20,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, flag_override
 from torch import Tensor
 
+from fairseq_icl.compat import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.reading import CHOICES
 from fairseq_icl.replication.cells import Cell
@@ -36,7 +37,7 @@ def train_arguments(cell: Cell, files: ModelFiles, data: Path, folder: Path | No
     settings = cell.settings
     method = get_method(cell.method)
     flags = {
-        "--task": "demonstration_prompting",
+        "--task": TASK,
         "--arch": "pretrained_lm",
         "--dataset": cell.source or cell.dataset,
         "--num-demonstrations": settings.num_demonstrations,

@@ -12,6 +12,7 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_icl.checkpoints import BASE_REFERENCE, language_model_config, read_checkpoint, sha256_of
+from fairseq_icl.compat import TASK
 from fairseq_icl.encoding import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
 from fairseq_icl.errors import UserError
 from fairseq_icl.gradients import GradientControl
@@ -27,7 +28,7 @@ from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
 logger = logging.getLogger(__name__)
 
 
-@register_task("demonstration_prompting", dataclass=DemonstrationPromptingConfig)
+@register_task(TASK, dataclass=DemonstrationPromptingConfig)
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
 

@@ -33,10 +33,11 @@ def accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
 
 def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
     """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
+    points = run.against("learning_rate")
     for metric in ("accuracy_ft", *SIMILARITIES):
         name, unit, scale = _axis(metric)
         yield from _curves(
-            run.against("learning_rate"),
+            points,
             model,
             "learning_rate",
             [(metric, name)],
