@@ -57,9 +57,13 @@ def measure_stages(
         for stage, (_, cell) in stages.items():
             bar.set_postfix_str(" ".join(filter(None, (stage.name, stage.dataset, stage.method))))
             cell = cell.changed(method=stage.method) if stage.name in ("train", "ft") else cell
+            # Limits on gradients cost nothing, and those recorded with all demonstrations do not fit a part of them.
+            cell = cell.changed(layer_clip="none", layer_clip_value=None)
             whole = shallow[0].engine.prompts_of(cell)
             prompts.append(whole)
-            if stage.name == "train":
+            if stage.name in ("model", "prompts"):
+                sizes, full = (1,), 1  # whole in any case
+            elif stage.name == "train":
                 sizes, full = _few(PARTS, len(whole.finetuning)), len(whole.finetuning)
             else:
                 sizes, full = _few(FEW, len(whole.queries)), len(whole.queries)

@@ -43,3 +43,10 @@ def test_a_dry_run_measures_and_writes_nothing(world, tmp_path: Path):
     run(world, out, *chosen)
     text = describe(config, expand(config), world.data)
     assert "everything is finished already" in text
+
+
+def test_runs_held_to_the_norms_of_another_method_can_be_planned(world, tmp_path: Path):
+    config = configuration(world, tmp_path / "run", "experiment=clipping", "method=lcgd")
+    held = [cell for cell in expand(config) if cell.settings.layer_clip_value == "gd"]
+    assert len(held) == 1
+    assert "estimated time:" in describe(config, held, world.data)
