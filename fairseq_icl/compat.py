@@ -1,7 +1,8 @@
-"""Every workaround for a version of fairseq or torch, each with its reason. Nothing of the kind stands elsewhere.
+"""Every workaround for a version of fairseq, torch or Hydra, each with its reason. There are none elsewhere.
 
-Written against fairseq-fixed 0.12.3.1 (fairseq 0.12.2 repaired for Python 3.11) and torch 2.13. `apply` is called when
-the package is imported, which fairseq does for `--user-dir`, and may be called again harmlessly.
+Written against fairseq-fixed 0.12.3.1 (fairseq 0.12.2 repaired for Python 3.11) and torch 2.13. The rooms that use
+fairseq import this module first. `apply` changes fairseq's own commands; it is called when our task is registered
+(fairseq does that for `--user-dir`), never by `import fairseq_icl`, and may be called again harmlessly.
 """
 
 import argparse
@@ -10,9 +11,12 @@ import logging
 import sys
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Optional
 
 # Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing, and turns
 # on the debug messages of every package.
@@ -21,29 +25,48 @@ _level = logging.getLogger().level
 
 import torch
 from fairseq import checkpoint_utils, options
+from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import utils as distributed_utils
 from fairseq.registry import REGISTRIES
 from omegaconf import DictConfig, ListConfig, base, nodes
+from torch import Tensor, nn
+from torch.nn import functional
 
-from fairseq_icl.errors import UserError, find_user_error
+from fairseq_icl.errors import UserError, exit_with, find_user_error
+from fairseq_icl.settings import SETTINGS
 
 logging.getLogger().setLevel(_level)
 
 TASK = "demonstration_prompting"
+CHECKPOINT_CLASSES: list[Any] = [
+    argparse.Namespace,
+    *(DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, typing.Any),
+    *(getattr(nodes, name) for name in dir(nodes) if name.endswith("Node")),
+    *(collections.defaultdict, dict, list, int),
+]
+"""What `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, hold besides tensors.
+
+torch >= 2.6 unpickles tensors and plain containers only. These classes hold data and run nothing when they are
+rebuilt; anything else in a checkpoint stays refused.
+"""
 
 
 def apply() -> None:
-    """Install all of them, once."""
-    if getattr(apply, "done", False):
+    """Change fairseq's commands, once."""
+    global _applied
+    if _applied:
         return
-    apply.done = True
+    _applied = True
     silence_warnings_about_fairseq()
-    allow_checkpoint_classes()
-    show_plugin_in_help()
+    torch.serialization.add_safe_globals(CHECKPOINT_CLASSES)  # for fairseq's own reading of checkpoints
+    watch_command_lines()
     honour_flags_in_validate()
     gather_without_cuda()
     tell_failed_saves()
+
+
+_applied = False
 
 
 def silence_warnings_about_fairseq() -> None:
@@ -65,34 +88,38 @@ def silence_warnings_about_fairseq() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def allow_checkpoint_classes() -> None:
-    """Let `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, load with `weights_only=True`.
-
-    torch >= 2.6 unpickles tensors and plain containers only. These classes hold data and run nothing when they are
-    rebuilt; anything else in a checkpoint stays refused.
-    """
-    omegaconf_nodes = [getattr(nodes, name) for name in dir(nodes) if name.endswith("Node")]
-    omegaconf_trees = [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, typing.Any]
-    containers = [collections.defaultdict, dict, list, int]
-    torch.serialization.add_safe_globals([argparse.Namespace, *omegaconf_trees, *omegaconf_nodes, *containers])
-
-
-def show_plugin_in_help() -> None:
-    """Make `--help` show the plugin's flags.
+def watch_command_lines() -> None:
+    """In fairseq's commands: `--help` shows the plugin's flags, and a UserError is one line and exit code 2.
 
     fairseq answers `--help` in its first parse, before the chosen task, model and criterion have added their flags
-    (fairseq/options.py, parse_args_and_arch), so that plugin flags never show.
+    (fairseq/options.py, parse_args_and_arch), so that plugin flags never show. Nothing happens where no command line
+    is parsed: in a notebook or a script exceptions stay what they are.
     """
     original = options.parse_args_and_arch
 
     def parse_args_and_arch(parser: argparse.ArgumentParser, input_args: Any = None, *args: Any, **kwargs: Any) -> Any:
         words = sys.argv[1:] if input_args is None else input_args
+        if input_args is None:
+            show_user_errors_in_one_line()
         if "-h" in words or "--help" in words:
             _add_plugin_groups(parser)
             parser.parse_args(["--help"])
         return original(parser, input_args, *args, **kwargs)
 
     options.parse_args_and_arch = parse_args_and_arch
+
+
+def show_user_errors_in_one_line() -> None:
+    """Make an uncaught UserError end this command in one line and exit code 2 (fairseq has no place of its own)."""
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        message = find_user_error(error)
+        if message is not None:
+            exit_with(message)
+        previous(kind, error, traceback)
+
+    sys.excepthook = excepthook
 
 
 def _add_plugin_groups(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +159,7 @@ def honour_flags_in_validate() -> None:
         filenames: list[str], arg_overrides: dict[str, Any] | None = None, task: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if task is None and (arg_overrides or {}).get("task") == TASK:
-            from fairseq_icl.restore import restore
+            from fairseq_icl.tasks.restore import restore
 
             return restore(filenames[0], arg_overrides)
         return original(filenames, arg_overrides, task, *args, **kwargs)
@@ -184,3 +211,85 @@ def tell_failed_saves() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
     checkpoint_utils._torch_persistent_save = torch.save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
+
+
+@contextmanager
+def without_initialisation() -> Iterator[None]:
+    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B.
+
+    fairseq's modules initialise themselves when they are made, and torch's own `skip_init` reaches single modules only.
+    """
+    names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
+    originals = {name: getattr(nn.init, name) for name in names}
+    try:
+        for name in names:
+            setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.init, name, original)
+
+
+@contextmanager
+def replaced_linear(linear: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, torch's linear layers and its fused attention multiply by `linear`.
+
+    The function is replaced in torch's own module because both look it up there; a torch function mode would not do,
+    since the fused attention calls itself without end under one that is still active within it.
+    """
+    original = functional.linear
+    functional.linear = linear
+    try:
+        yield
+    finally:
+        functional.linear = original
+
+
+def true_gradients(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[list[Tensor | None], float]:
+    """(gradients, factor): `optimizer` will step with factor * gradients; changing them in place changes the step.
+
+    In fp32 these are the parameters' own gradients and 1. fairseq's fp16 optimizers keep loss-scaled gradients and
+    apply the scale, the average and --clip-norm as one pending factor; the plain one steps with fp32 copies. None of
+    that can be asked for, so it is read from their private attributes.
+    """
+    factor = float(getattr(optimizer, "_multiply_factor", 1.0))
+    masters = getattr(optimizer, "fp32_params", None)
+    if masters is None:
+        return [parameter.grad for parameter in parameters], factor
+    optimizer._sync_fp16_grads_to_fp32()
+    if optimizer.has_flat_params:
+        copies = _slices_of_flat(optimizer.fp16_params, masters)
+    else:
+        copies = {id(half): full.grad for half, full in zip(optimizer.fp16_params, masters, strict=True)}
+    return [copies[id(parameter)] for parameter in parameters], factor
+
+
+def _slices_of_flat(halves: list[nn.Parameter], masters: dict[Any, nn.Parameter]) -> dict[int, Tensor]:
+    """id of an fp16 parameter -> its part of the flat fp32 gradient, which lies in parameter order on each device."""
+    copies: dict[int, Tensor] = {}
+    offsets = dict.fromkeys(masters, 0)
+    for half in halves:
+        device = half.device.index
+        gradient = masters[device].grad
+        assert gradient is not None
+        copies[id(half)] = gradient[offsets[device] : offsets[device] + half.numel()]
+        offsets[device] += half.numel()
+    return copies
+
+
+def flags_of(component: str) -> list[tuple[str, Any, Any]]:
+    """(name, type, field) of the settings that are flags of our task or of a criterion, for fairseq's dataclasses.
+
+    fairseq's parser knows Optional[X], not X | None, and wants choices as an enumeration of its own.
+    """
+    flags = []
+    for known in SETTINGS.values():
+        if known.flag_of == component:
+            kind: Any = ChoiceEnum(list(known.choices)) if known.choices else known.kind
+            text, default = known.help, known.default
+            if known.is_reading:
+                text += f" (authors' code: {known.default}; paper: {known.paper}; default: as --reading says)"
+                default = None
+            kind = Optional[kind] if known.optional or known.is_reading else kind  # noqa: UP045
+            flags.append((known.name, kind, field(default=default, metadata={"help": text})))
+    return flags

@@ -4,14 +4,13 @@ import multiprocessing
 import os
 import re
 import sys
-from types import TracebackType
 from typing import NoReturn
 
 EXIT_CODE = 2
 
 
 class UserError(Exception):
-    """A problem in what the user gave us. The message names the place (file:line or flag) and the remedy."""
+    """A problem in what the user gave us. The message names the place (file:line or setting) and the remedy."""
 
 
 def find_user_error(error: BaseException | None) -> str | None:
@@ -31,8 +30,8 @@ def find_user_error(error: BaseException | None) -> str | None:
     return None
 
 
-def exit_with(message: str) -> NoReturn:
-    """Print the one line and end the process at once.
+def exit_with(message: str, code: int = EXIT_CODE) -> NoReturn:
+    """Print the one line and end the process at once. For commands only, never for a caller of the Python API.
 
     `os._exit` and not `sys.exit`: fairseq's iterators leave threads behind whose destruction at a regular exit
     sometimes aborts the process ("terminate called without an active exception"), which would hide the exit code.
@@ -42,20 +41,4 @@ def exit_with(message: str) -> NoReturn:
         child.kill()  # a data loader's worker would complain of the broken connection, after our line
     sys.stdout.flush()
     print(f"error: {one_line}", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
-
-
-def install_excepthook() -> None:
-    """Make an uncaught UserError end any command, fairseq's own included, in one line and exit code 2."""
-    previous = sys.excepthook
-    if getattr(previous, "shows_user_errors", False):
-        return
-
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        message = find_user_error(error)
-        if message is not None:
-            exit_with(message)
-        previous(kind, error, traceback)
-
-    excepthook.shows_user_errors = True
-    sys.excepthook = excepthook
+    os._exit(code)

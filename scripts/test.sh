@@ -5,6 +5,8 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/mypy
+.venv/bin/lint-imports
 # Two workers with a thread each are faster than one with two: most tests wait for a command to start.
 export OMP_NUM_THREADS=1
 exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_icl.bench.authors import whole_maps
-from fairseq_icl.observe.prefix import positions_from
+from fairseq_icl.observing.prefix import positions_from
 
 Sample = dict[str, Any]
 LEARNING_RATE = 0.2

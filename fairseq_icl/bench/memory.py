@@ -14,7 +14,7 @@ from fairseq_icl.bench.measure import peak_bytes_of
 from fairseq_icl.bench.report import Findings, Limit, Row
 from fairseq_icl.bench.shapes import SHAPES, Shape, demonstration, random_model, random_prompts, weight_bytes
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observe import PrefixCache
+from fairseq_icl.observing import PrefixCache
 
 WARM_UP_TOKENS = 2
 CASES = {

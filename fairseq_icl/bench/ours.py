@@ -15,7 +15,7 @@ from fairseq_icl.bench.shapes import Shape, dictionary_of
 from fairseq_icl.criterions.layer_causal_ce import LayerCausalCrossEntropy
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observe import MAX_TOKENS, Observation, PrefixCache, concatenate, observe_queries
+from fairseq_icl.observing import MAX_TOKENS, Observation, PrefixCache, concatenate, observe_queries
 from fairseq_icl.prompts.build import FinetuningSequence, Query
 from fairseq_icl.reading import Reading
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingTask

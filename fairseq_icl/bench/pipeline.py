@@ -17,7 +17,7 @@ from fairseq_icl.bench.scoring import sample_by_length
 from fairseq_icl.bench.shapes import Shape
 from fairseq_icl.metrics.collect import Collector
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observe import PrefixCache, observe_queries
+from fairseq_icl.observing import PrefixCache, observe_queries
 from fairseq_icl.prompts.build import PromptSet
 from fairseq_icl.prompts.tokens import BOS
 from fairseq_icl.results import write_results

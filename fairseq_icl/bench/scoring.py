@@ -14,8 +14,8 @@ from fairseq_icl.bench.report import Findings, Limit, Point, Row
 from fairseq_icl.bench.shapes import Shape, random_prompts
 from fairseq_icl.metrics.collect import Collector
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observe import Observation, PrefixCache
-from fairseq_icl.observe.activations import save_activations
+from fairseq_icl.observing import Observation, PrefixCache
+from fairseq_icl.observing.activations import save_activations
 from fairseq_icl.prompts.build import PromptSet, Query
 from fairseq_icl.prompts.tokens import BOS
 from fairseq_icl.results import write_results

@@ -1,148 +1,147 @@
 """The criterion `icl_similarity`: in one pass over the queries it observes ZSL, ICL and FT and measures how they agree.
 
 For `fairseq-validate`. ZSL and ICL have the base weights, FT the fine-tuned ones; a base checkpoint is scored without
-FT. What is measured of each example stays with the criterion; `finish`, which the task calls after the last batch,
-gathers it from all processes, logs every mean through fairseq's metrics, writes the table and prints a summary.
+FT. Observing is observe.Observer's work, measuring results.Collector's; here is what fairseq needs around them:
+batches from its loader, several processes, its log. `finish`, which the task calls after the last batch, gathers what
+all processes saw, logs every mean through fairseq's metrics, writes the table and prints a summary.
 """
 
 import dataclasses
-import logging
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional  # fairseq's parser knows Optional[X], not X | None
+from typing import Any, Optional
 
+import pandas as pd
 import torch
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
-from torch import Tensor, nn
+from torch import Tensor
 
-from fairseq_icl.criterions.finetuned import method_of, read_other, weights_in_place
-from fairseq_icl.criterions.similarity_summary import summary
+from fairseq_icl.compat import flags_of
 from fairseq_icl.errors import UserError
-from fairseq_icl.metrics.collect import Collector
-from fairseq_icl.metrics.training_attention import TrainingTokens
-from fairseq_icl.observe import Observation, PrefixCache, concatenate, observe_queries
-from fairseq_icl.observe.activations import PRECISIONS, save_activations
-from fairseq_icl.observe.weight_updates import observe_weight_updates
-from fairseq_icl.reading import CHOICES, PAPER
-from fairseq_icl.results import means, provenance, write_results
+from fairseq_icl.models import Model
+from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
+from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
+from fairseq_icl.observing import Observation, Observer
+from fairseq_icl.observing.observation import PRECISIONS, concatenate, save_observations
+from fairseq_icl.observing.weight_updates import observe_weight_updates
+from fairseq_icl.results import means, provenance, text_table, write_results
+from fairseq_icl.results.collector import Collector, training_tokens
+from fairseq_icl.settings import SETTINGS
+from fairseq_icl.training.methods import name_of_method
 
-logger = logging.getLogger(__name__)
-
-READING_FLAGS = ("position", "random_update", "attention_similarity")
-
-
-def _help(text: str, reading: str | None = None) -> dict[str, str]:
-    """Metadata of a flag: its help text, which for a difference between code and paper ends with both values."""
-    if reading is not None:
-        text += f" (authors' code: {CHOICES[reading][0]}; paper: {PAPER[reading]}; default: as --reading says)"
-    return {"help": text}
+NAME = "icl_similarity"
+TEXT = Optional[str]
+ORDER = ("accuracy", "rec2ftp", "rpa", "sim_aou", "sim_am", "alpha", "sim_", "recall", "kendall")
+"""Order of the summary: that of the papers."""
 
 
-@dataclass
-class ICLSimilarityConfig(FairseqDataclass):
-    """Flags of the criterion."""
+def _flag(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
+    return name, kind, dataclasses.field(default=default, metadata={"help": text})
 
-    position: Optional[ChoiceEnum(CHOICES["position"])] = field(
-        default=None,
-        metadata=_help(
-            "token whose activations are compared: label of option 0, last query token, gold label", "position"
+
+ICLSimilarityConfig = dataclasses.make_dataclass(
+    "ICLSimilarityConfig",
+    [
+        *flags_of(NAME),
+        _flag(
+            "metrics",
+            TEXT,
+            None,
+            "comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)",
         ),
-    )
-    random_update: Optional[ChoiceEnum(CHOICES["random_update"])] = field(
-        default=None, metadata=_help("the random update that sim_aou_random compares with", "random_update")
-    )
-    attention_similarity: Optional[ChoiceEnum(CHOICES["attention_similarity"])] = field(
-        default=None, metadata=_help("compare attention before the softmax or after it", "attention_similarity")
-    )
-    metrics: Optional[str] = field(
-        default=None,
-        metadata=_help("comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)"),
-    )
-    results: Optional[str] = field(
-        default=None, metadata=_help("write the table of all values, per example and layer: FILE.parquet or FILE.csv")
-    )
-    save_activations: Optional[str] = field(
-        default=None,
-        metadata=_help("write the observed activations to FILE.safetensors, in half precision as the authors did"),
-    )
-    activation_precision: ChoiceEnum(list(PRECISIONS)) = field(
-        default="half", metadata=_help("precision of --save-activations")
-    )
-    other_finetuned: Optional[str] = field(
-        default=None,
-        metadata=_help("a second fine-tuned checkpoint of the same base: adds alpha, the SimAM-delta between the two"),
-    )
-    path: Optional[str] = field(default=None)  # fairseq's own flag: the checkpoint that is scored
+        _flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
+        _flag(
+            "save_activations",
+            TEXT,
+            None,
+            "write the observed activations to FILE.safetensors, in half precision as the authors did",
+        ),
+        _flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
+        _flag(
+            "other_finetuned",
+            TEXT,
+            None,
+            "a second fine-tuned checkpoint of the same base: adds alpha, the SimAM-delta between the two",
+        ),
+        ("path", TEXT, dataclasses.field(default=None)),  # fairseq's own flag: the checkpoint that is scored
+    ],
+    bases=(FairseqDataclass,),
+)
 
 
-@register_criterion("icl_similarity", dataclass=ICLSimilarityConfig)
+@register_criterion(NAME, dataclass=ICLSimilarityConfig)
 class ICLSimilarity(FairseqCriterion):
     """Measures; there is nothing to train with it."""
 
-    def __init__(self, cfg: ICLSimilarityConfig, task: Any) -> None:
+    def __init__(self, cfg: Any, task: Any) -> None:
         super().__init__(task)
         self.cfg = cfg
         _check_endings(cfg)
-        chosen = {name: str(cfg[name]) for name in READING_FLAGS if cfg[name] is not None}
-        self.reading = dataclasses.replace(task.reading, **chosen)
+        own = [name for name, known in SETTINGS.items() if known.flag_of == NAME]
+        chosen = {name: str(cfg[name]) for name in own if cfg[name] is not None}
+        self.settings = dataclasses.replace(task.settings, **chosen)
         self.names = [name.strip() for name in cfg.metrics.split(",")] if cfg.metrics else None
         self.other = read_other(cfg.other_finetuned, task) if cfg.other_finetuned else None
-        self.prefixes = PrefixCache()
+        self.observers: dict[str, Observer] = {}
         self._start()
 
     def _start(self) -> None:
-        self.training = _training_tokens(self.task)
-        self.collector = Collector(self.names, self.reading, self.training)
+        recorded = self.task.training_queries
+        self.tokens = training_tokens(self.task.prompts, recorded) if recorded else None
+        self.collector = Collector(self.names, self.settings, self.tokens)
         self.kept: list[tuple[Tensor, dict[str, Observation]]] = []
 
-    def forward(self, model: nn.Module, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict]:
+    def forward(
+        self, model: PretrainedLM, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
         """Observe one batch. The loss is that of the gold label under FT (or ZSL), for fairseq's own log."""
         if model.training:
             raise UserError(
                 "--criterion icl_similarity only measures: use it with fairseq-validate, and train with cross_entropy "
                 "or layer_causal_ce"
             )
+        if not self.observers:
+            self.observers = self._make_observers(model)
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
-        seen = self._observe(model, queries)
-        extras = self._observe_extras(model, queries) if "ft" in seen else {}
-        self.collector.add(example, **seen, **extras)
+        seen = {name: observer(queries) for name, observer in self.observers.items()}
+        settings = {name: seen[name] for name in ("zsl", "icl", "ft") if name in seen}
+        self.collector.add(example, **settings, **self._extras(queries, seen))
         if self.cfg.save_activations:
-            self.kept.append((example, seen))
+            self.kept.append((example, settings))
         answered = seen.get("ft", seen["zsl"])
         loss = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum()
         size = len(queries)
         log = {"loss": loss.item(), "ntokens": sample["ntokens"], "nsentences": size, "sample_size": size}
         return loss, size, log
 
-    def _observe(self, model: nn.Module, queries: list) -> dict[str, Observation]:
-        """The three settings on one batch, or two if nothing was fine-tuned."""
-        wants_context = self.training is not None or self.cfg.save_activations is not None
-        wanted = {"position": self.reading.position, "context_row": wants_context}
-        with model.base_weights():
-            context = self.task.prompts.context
-            prefix = self.prefixes.of(model, context)
-            seen = {
-                "zsl": observe_queries(model, queries, **wanted),
-                "icl": observe_queries(model, queries, context=context, prefix=prefix, **wanted),
-            }
+    def _make_observers(self, model: PretrainedLM) -> dict[str, Observer]:
+        """One for each setting, by name; `other_ft` for a second fine-tuned model."""
+        prompts = dataclasses.replace(self.task.prompts, settings=self.settings)
+        base = Model(model, self.task.files, self.settings.init, self.settings.seed, weights=model.base_state or None)
+        # The context's scores are needed for attention to training tokens, and by those who want everything.
+        wants_context = self.tokens is not None or self.cfg.save_activations is not None
+        observers = {
+            "zsl": Observer(base, prompts, context_row=self.cfg.save_activations is not None),
+            "icl": Observer(base, prompts, in_context=True, context_row=wants_context),
+        }
         if model.is_trained:
-            seen["ft"] = observe_queries(model, queries, **wanted)
-        return seen
+            tuned = base.under(None, method_of(self.cfg.path))
+            observers["ft"] = Observer(tuned, prompts, context_row=self.cfg.save_activations is not None)
+            if self.other is not None:
+                check_same_names(self.other, model)
+                observers["other_ft"] = Observer(base.under(self.other), prompts)
+        return observers
 
-    def _observe_extras(self, model: nn.Module, queries: list) -> dict[str, Any]:
+    def _extras(self, queries: list[Any], seen: dict[str, Observation]) -> dict[str, Any]:
         """What single metrics need besides: a second fine-tuned model, updates in weight space."""
-        extras: dict[str, Any] = {}
-        if self.other is not None:
-            with weights_in_place(model, self.other):
-                extras["other_ft"] = observe_queries(model, queries, position=self.reading.position)
-        if "sim_weights" in (self.names or ()):
-            with model.base_weights():
-                prefix = self.prefixes.of(model, self.task.prompts.context)
-            if prefix is None:
-                raise UserError("--metrics sim_weights: defined for fairseq's own attention only; leave it out")
-            extras["weights"] = observe_weight_updates(model, queries, prefix, self.reading.position)
+        extras: dict[str, Any] = {"other_ft": seen["other_ft"]} if "other_ft" in seen else {}
+        if "ft" in seen and "sim_weights" in (self.names or ()):
+            icl, ft = self.observers["icl"], self.observers["ft"]
+            if icl.prefix is None:
+                raise UserError("--metrics sim_weights: not defined for this model's attention; leave it out")
+            start, position = self.task.prompts.start, self.settings.position
+            extras["weights"] = observe_weight_updates(icl.model, ft.model, queries, icl.prefix, start, position)
         return extras
 
     @classmethod
@@ -155,9 +154,9 @@ class ICLSimilarity(FairseqCriterion):
         """After the last batch, on every process: gather, log; on the first one also write and print."""
         for seen in _gather_from_others(self.collector.seen):
             self.collector.merge(seen)
-        cfg, prompts = self.task.cfg, self.task.prompts
-        method = method_of(self.cfg.path)
-        table = self.collector.table(prompts.spec.name, cfg.seed, cfg.permutation, method, str(cfg.init))
+        settings, method = self.settings, method_of(self.cfg.path)
+        spec = self.task.prompts.spec
+        table = self.collector.table(spec.name, settings.seed, settings.permutation, method, settings.init)
         overall = means(table)
         for row in overall.itertuples():
             if row.value or not row.metric.startswith("zero_updates_"):
@@ -169,7 +168,9 @@ class ICLSimilarity(FairseqCriterion):
             if self.cfg.results:
                 write_results(self.cfg.results, table, self._provenance(method))
             if self.cfg.save_activations:
-                save_activations(self.cfg.save_activations, *_in_order(kept), str(self.cfg.activation_precision))
+                example, observations = _in_order(kept)
+                precision = str(self.cfg.activation_precision)
+                save_observations(self.cfg.save_activations, observations, example, precision)
             print(summary(overall), flush=True)
         self._start()
 
@@ -179,33 +180,65 @@ class ICLSimilarity(FairseqCriterion):
         config = {
             "task": dict(self.task.cfg),
             "criterion": flags,
-            "reading": dataclasses.asdict(self.reading),
+            "settings": dataclasses.asdict(self.settings),
             "context_rows": list(self.task.prompts.context_rows),
         }
         finetuned = {} if method == "none" else {"finetuned": self.cfg.path}
         other = {"other_finetuned": self.cfg.other_finetuned} if self.other is not None else {}
         made = provenance(config, finetuned | other)
-        made["checkpoints"]["base"] = self.task.base_sha256
+        made["checkpoints"]["base"] = self.task.files.sha256
         return made
 
 
-def _training_tokens(task: Any) -> TrainingTokens | None:
-    """The query vectors recorded during fine-tuning beside their places in the prompt; None if none were recorded."""
-    recorded: dict[int, Tensor] = task.training_queries  # row -> (layers, tokens, d)
-    if not recorded:
-        return None
-    queries = torch.cat(list(recorded.values()), dim=1)
-    lengths = [tokens.size(1) for tokens in recorded.values()]
-    try:
-        return TrainingTokens.align(
-            queries, list(recorded), lengths, task.prompts.context_rows, task.prompts.context_spans
-        )
-    except ValueError as error:  # labels of another length were switched in, or nothing fitted into the prompt
-        logger.warning("attention to training tokens is left out: %s", error)
-        return None
+def method_of(path: str | None) -> str:
+    """The name of the method that a checkpoint was fine-tuned with; none for a base checkpoint."""
+    state = read_checkpoint(path) if path else {}
+    if base_reference(state) is None:
+        return "none"
+    return name_of_method(state["cfg"], bool(state["task_state"].get("linearized")))
 
 
-def _check_endings(cfg: ICLSimilarityConfig) -> None:
+def read_other(path: str, task: Any) -> dict[str, Tensor]:
+    """The weights of a second fine-tuned checkpoint, which must have the same base and kind as the task's."""
+    state = read_checkpoint(path)
+    reference = base_reference(state)
+    if reference is None or reference["sha256"] != task.files.sha256:
+        raise UserError(f"--other-finetuned {path}: not fine-tuned from the same base model")
+    if bool(state["task_state"].get("linearized")) != bool(task.cfg.linearize):
+        raise UserError(f"--other-finetuned {path}: one of the two models is linearized and the other is not")
+    return {name: tensor for name, tensor in state["model"].items() if name != LINEARIZED_MARK}
+
+
+def check_same_names(weights: dict[str, Tensor], model: PretrainedLM) -> None:
+    """Refuse a second fine-tuned model that trained other parameters than the first."""
+    different = sorted(weights.keys() ^ set(model.trained_names))
+    if different:
+        raise UserError(f"--other-finetuned: the two models trained different parameters, for example {different[0]}")
+
+
+def summary(overall: pd.DataFrame) -> str:
+    """Every mean with its bootstrap interval, and the counts; `overall` is `results.means` of one run."""
+    measured = overall[overall["low"].notna()]
+    counts = dict(overall[overall["low"].isna()][["metric", "value"]].itertuples(index=False))
+    rows = sorted(measured.itertuples(), key=lambda row: _place(row.metric))
+    lines = [("metric", "value", "95 % interval over examples")]
+    lines += [(row.metric, f"{row.value:.4f}", f"[{row.low:.4f}, {row.high:.4f}]") for row in rows]
+    text = [text_table(lines, names=1)]
+    for start, meaning in (
+        ("undefined_", "values left out because they are not defined here"),
+        ("zero_updates_", "cosines set to 0 because an update is zero"),
+    ):
+        told = [f"{name.removeprefix(start)} {int(n)}" for name, n in counts.items() if name.startswith(start) and n]
+        if told:
+            text.append(f"{meaning}: {', '.join(told)}")
+    return "\n".join([*text, f"{int(counts['examples'])} examples"])
+
+
+def _place(name: str) -> int:
+    return next((place for place, start in enumerate(ORDER) if name.startswith(start)), len(ORDER))
+
+
+def _check_endings(cfg: Any) -> None:
     """Tell a wrong file name before the work and not after it."""
     if cfg.results and Path(cfg.results).suffix not in (".parquet", ".csv"):
         raise UserError(f"--results {cfg.results}: the name must end in .parquet or .csv")
@@ -230,7 +263,7 @@ def _gather_from_others(own: Any) -> list[Any]:
     """What the other processes hold in place of `own`, in the order of their ranks."""
     if not torch.distributed.is_initialized():
         return []
-    gathered = [None] * torch.distributed.get_world_size()
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, own)
     del gathered[_rank()]
     return gathered

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fairseq_icl.metrics.cosine import cosine, mean_over_heads
-from fairseq_icl.metrics.registry import Observation, Similarity, metric
+from fairseq_icl.metrics import Observation, Similarity, metric
+from fairseq_icl.metrics.vectors import cosine, mean_over_heads
 
 REGISTER = 16  # float32 numbers in the widest vector register
 

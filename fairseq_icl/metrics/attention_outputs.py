@@ -18,9 +18,8 @@ updates double the norm of the state, c_u = c_v = 1/2 and the value is 1/4 (the 
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics.cosine import cosine, unit
-from fairseq_icl.metrics.random_draws import gaussian, uniform
-from fairseq_icl.metrics.registry import Observation, Similarity, metric
+from fairseq_icl.metrics import Observation, Similarity, metric
+from fairseq_icl.metrics.vectors import cosine, gaussian, uniform, unit
 
 
 @metric("sim_aou")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics.registry import Observation, Ratio, metric
+from fairseq_icl.metrics import Observation, Ratio, metric
 
 
 @metric("accuracy_zsl", settings=("zsl",))

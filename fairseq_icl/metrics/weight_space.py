@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics.cosine import cosine, mean_over_heads
-from fairseq_icl.metrics.registry import Similarity, metric
+from fairseq_icl.metrics import Similarity, metric
+from fairseq_icl.metrics.vectors import cosine, mean_over_heads
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,6 @@ class WeightUpdates:
     ft: Tensor  # (n, L, H, D, D)
 
 
-@dataclass(frozen=True)
-class Projections:
-    """Key and value projections of all layers as fairseq keeps them: k = W_K x + b_K."""
-
-    key_weight: Tensor  # (L, d, d)
-    key_bias: Tensor  # (L, d)
-    value_weight: Tensor  # (L, d, d)
-    value_bias: Tensor  # (L, d)
-
-
 @metric("sim_weights", settings=(), needs=("weights",))
 def sim_weights(weights: WeightUpdates) -> Similarity:
     """cos(dW_icl, dW_ft) per head, averaged over heads: (n, L)"""
@@ -48,14 +38,6 @@ def sim_weights(weights: WeightUpdates) -> Similarity:
     return mean_over_heads(cosine(icl.expand_as(ft), ft))
 
 
-def head_matrices(inputs: Tensor, is_token: Tensor, projections: Projections, heads: int) -> Tensor:
-    """V^T K of every head: inputs (n, L, T, d), is_token (n, T) bool -> (n, L, H, D, D)
-
-    `inputs` are what the attention block of each layer receives (after its layer norm). For dW_icl they are the
-    demonstrations' tokens and n is 1.
-    """
-    keys = torch.einsum("nltd,led->nlte", inputs, projections.key_weight) + projections.key_bias[:, None]
-    values = torch.einsum("nltd,led->nlte", inputs, projections.value_weight) + projections.value_bias[:, None]
-    values = values * is_token[:, None, :, None]
-    split = (*keys.shape[:-1], heads, keys.shape[-1] // heads)  # (n, L, T, H, D)
-    return torch.einsum("nlthv,nlthk->nlhvk", values.reshape(split), keys.reshape(split))
+def head_matrices(keys: Tensor, values: Tensor, is_token: Tensor) -> Tensor:
+    """V^T K of every head: keys, values (n, H, T, D), is_token (n, T) bool -> (n, H, D, D)"""
+    return torch.einsum("nhtv,nhtk->nhvk", values * is_token[:, None, :, None], keys)

@@ -1,1 +1,98 @@
-"""Models that the task can build around a pretrained decoder."""
+"""Models: checkpoints as data, decoders that learn, and `Model`, what the rest of the instrument works with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
+from fairseq_icl.models.files import ModelFiles, find_files
+from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
+from fairseq_icl.prompts import Writing
+from fairseq_icl.settings import Settings
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model with its tokenizer and dictionary, under one set of weights.
+
+    The module `lm` is shared by the base model and what was fine-tuned from it; `weights` are those of this one.
+    """
+
+    lm: PretrainedLM
+    files: ModelFiles
+    init: str = "pretrained"
+    seed: int = 1
+    """Of the random weights, where `init` has any."""
+    weights: Mapping[str, Tensor] | None = None
+    """Values that stand in for the parameters of these names; None: the module's own."""
+    method: str = "none"
+    """How it was fine-tuned; "none": not at all."""
+    training_queries: Mapping[int, Tensor] | None = None
+    """Recorded in fine-tuning: row of the train file -> scaled query vectors (layers, tokens, width), BOS included."""
+    gradients: pd.DataFrame | None = None
+    """Recorded in fine-tuning: gradient norms by step, layer and parameter (training/gradients.py)."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.files.name
+
+    @property
+    def writing(self) -> Writing:
+        """How it wants its text written in tokens."""
+        return self.files.writing
+
+    def evaluate(self, function: Callable[[], Result]) -> Result:
+        """What `function`, which runs the decoder, computes under this model's weights."""
+        return self.lm.evaluate(function, self.weights)
+
+    def under(self, weights: Mapping[str, Tensor] | None, method: str = "none") -> "Model":
+        """The same model under other weights."""
+        return replace(self, weights=weights, method=method, training_queries=None, gradients=None)
+
+
+def load_model(
+    path: str | Path = "demo",
+    *,
+    init: str = "pretrained",
+    seed: int = 1,
+    final_norm: str = "lost",
+    name: str | None = None,
+    bpe: str | None = "auto",
+    tokenizer: str | Path | None = None,
+    device: str | None = None,
+) -> Model:
+    """The model in a checkpoint, in fp32.
+
+    **Arguments**
+    - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, or "demo" for the shipped one.
+    - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
+      weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
+    - `name`: what tables call the model; by default the name of its folder.
+    - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
+      text at white space.
+    - `tokenizer`: folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
+    - `device`: e.g. "cuda"; by default a GPU if there is one.
+    """
+    files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
+    return load_from(files, Settings(init=init, seed=seed, final_norm=final_norm), device)
+
+
+def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
+    """The model in `files`, initialised as the settings `init`, `seed` and `final_norm` say."""
+    decoder = load_decoder(
+        files.checkpoint,
+        files.load_dictionary(),
+        init=settings.init,
+        final_norm=settings.final_norm,
+        seed=settings.seed,
+    )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Model(PretrainedLM(decoder).to(device).eval(), files, settings.init, settings.seed)

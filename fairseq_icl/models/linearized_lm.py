@@ -14,9 +14,9 @@ pass alone is the whole gradient: one vector-Jacobian product at w0 with the los
 the tangents is kept, and memory is that of ordinary fine-tuning plus the tangents of what fn returns.
 """
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,21 @@ from fairseq.modules import FairseqDropout, LayerDropModuleList
 from fairseq.modules.checkpoint_activations import unwrap_checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fairseq_icl.compat import replaced_linear
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.dual_linear import linear_without_zero_tangents
-from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, Observed, PretrainedLM
+from fairseq_icl.models.pretrained_lm import (
+    LINEARIZED_MARK,
+    PretrainedLM,
+    Result,
+    call_with_weights,
+    check_trained_weights,
+)
+
+_linear = functional.linear
 
 
 class BaseWithGradientToDelta(torch.autograd.Function):
@@ -52,7 +61,6 @@ class LinearizedLM(PretrainedLM):
         # Activation checkpointing would run layers again after their weights have been put back, so it is undone.
         super().__init__(unwrap_checkpoint(decoder))
         self._in_pass = False
-        self._is_trained = False
         self._slots = _find_slots(self, list(trained_names))
         for parameter in self.parameters():
             parameter.requires_grad_(False)
@@ -66,31 +74,33 @@ class LinearizedLM(PretrainedLM):
                 tied_module._parameters[tied_attribute] = delta
         self._refuse_calls_outside_evaluate()
 
-    def evaluate(self, function: Callable[[], Observed]) -> Observed:
+    @classmethod
+    def around(cls, model: PretrainedLM) -> "LinearizedLM":
+        """The expansion around `model`, sharing its weights: modules are copied, parameters are not."""
+        shared = {id(tensor): tensor for tensor in [*model.decoder.parameters(), *model.decoder.buffers()]}
+        return cls(copy.deepcopy(model.decoder, shared), model.trained_names)
+
+    def evaluate(self, function: Callable[[], Result], weights: Mapping[str, Tensor] | None = None) -> Result:
         """What `function` returns (tensors in any nesting of lists, tuples and dicts) for f_lin: value plus JVP.
 
         It runs twice, so it must do the same both times and compute all that depends on the weights itself: a tensor
-        kept from an earlier call has no tangent. Inside, the modules and their weights are used as ever.
+        kept from an earlier call has no tangent. Inside, the modules and their weights are used as ever. `weights` are
+        deltas to use in place of the model's own.
         """
         if self._in_pass:
             return function()
         _refuse_randomness(self)
-        deltas = self._deltas()
+        deltas = self._deltas() if weights is None else weights
         moved = any(bool(delta.any()) for delta in deltas.values())
         # The tangents come first: at their peak of memory the graph of the value pass is not there yet.
-        tangents = self._tangents(function) if moved else None
-        with self._weights({name: BaseWithGradientToDelta.apply(self._base_of(name), deltas[name]) for name in deltas}):
-            values = function()
+        tangents = self._tangents(function, deltas) if moved else None
+        straight_through = {n: BaseWithGradientToDelta.apply(self._base_of(n), deltas[n]) for n in deltas}
+        values = self._pass(straight_through, function)
         if tangents is None:
             return values
         leaves, structure = tree_flatten(values)
-        return tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
-
-    @contextmanager
-    def base_weights(self) -> Iterator[None]:
-        """Inside, delta counts as zero: the decoder is the pretrained one, and `evaluate(fn)` is `fn()`."""
-        with self._weights({name: self._base_of(name) for name in self.trained_names}):
-            yield
+        result: Result = tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
+        return result
 
     def forward(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Linearized logits (batch, tokens, vocabulary), with the linearized rest of what the decoder returns."""
@@ -107,20 +117,11 @@ class LinearizedLM(PretrainedLM):
         """Names of the deltas, which are those of the weights they are added to."""
         return list(self._slots)
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether there is a fine-tuned model to look at, even if its deltas should be zero."""
-        return self._is_trained
-
-    def keep_base(self) -> None:
-        """Training begins. There is nothing to remember: the pretrained weights never change."""
-        self._is_trained = True
-
-    @torch.no_grad()
-    def reset_to_base(self) -> None:
+    def forget(self) -> None:
         """Undo fine-tuning: every delta is zero again."""
-        for delta in self._deltas().values():
-            delta.zero_()
+        with torch.no_grad():
+            for delta in self._deltas().values():
+                delta.zero_()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The deltas, and a mark that they are deltas."""
@@ -132,23 +133,27 @@ class LinearizedLM(PretrainedLM):
         """Take over the deltas of a linearized checkpoint."""
         if LINEARIZED_MARK not in state_dict:
             raise UserError("the checkpoint was trained without --linearize; load it without --linearize")
+        own = self._deltas()
         deltas = {name: delta for name, delta in state_dict.items() if name != LINEARIZED_MARK}
         for name in deltas:
-            if name not in self.trained_names:
+            if name not in own:
                 raise UserError(f"the checkpoint trained {name}, this model does not; use its --train-parameters")
-        self.reset_to_base()
-        super().load_state_dict(deltas, strict, model_cfg, args)
-        self._base.clear()  # where the ordinary model remembers its base; here that would be a copy of zeros
-        self._is_trained = True
+        check_trained_weights(deltas, own)
+        self.forget()
+        with torch.no_grad():
+            for name, delta in deltas.items():
+                own[name].copy_(delta)
+        # No copy of the base is needed: at a delta of zero the expansion is the pretrained model itself.
+        self.base_state = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in own.items()}
 
-    def _tangents(self, function: Callable[[], Any]) -> list[Tensor | None]:
+    def _tangents(self, function: Callable[[], Any], deltas: Mapping[str, Tensor]) -> list[Tensor | None]:
         """J delta of each leaf that `function` returns; None for a leaf that does not depend on the deltas."""
         # Inference mode would drop the tangents without a word. Of the attention kernels only MATH has forward AD.
         with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
-            duals = {name: forward_ad.make_dual(self._base_of(name), delta) for name, delta in self._deltas().items()}
+            duals = {name: forward_ad.make_dual(self._base_of(name), delta) for name, delta in deltas.items()}
             try:
-                with self._weights(duals), linear_without_zero_tangents():
-                    leaves = tree_leaves(function())
+                with replaced_linear(dual_linear):
+                    leaves = tree_leaves(self._pass(duals, function))
             except NotImplementedError as error:
                 kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in self.trained_names})
                 reason = str(error).splitlines()[0]
@@ -158,25 +163,17 @@ class LinearizedLM(PretrainedLM):
                 ) from error
             return [forward_ad.unpack_dual(leaf).tangent if _is_real(leaf) else None for leaf in leaves]
 
-    @contextmanager
-    def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the modules have these tensors in the places of the deltas."""
-        deltas, was_in_pass = self._deltas(), self._in_pass
-        self._place(weights)
+    def _pass(self, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
+        """Run `function` with these tensors in the places of the deltas."""
         self._in_pass = True
         try:
-            yield
+            return call_with_weights(self, weights, function)
         finally:
-            self._place(deltas)
-            self._in_pass = was_in_pass
-
-    def _place(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            for module, attribute in self._slots[name]:
-                module._parameters[attribute] = tensor
+            self._in_pass = False
 
     def _deltas(self) -> dict[str, Tensor]:
-        return {name: slots[0][0]._parameters[slots[0][1]] for name, slots in self._slots.items()}
+        held = {name: slots[0][0]._parameters[slots[0][1]] for name, slots in self._slots.items()}
+        return {name: delta for name, delta in held.items() if delta is not None}
 
     def _base_of(self, name: str) -> Tensor:
         module, attribute = self._slots[name][0]
@@ -240,3 +237,20 @@ def _add(value: Any, tangent: Tensor | None) -> Any:
         remedy = "run without --fp16" if tangent.dtype == torch.float16 else "lower --lr"
         raise UserError(f"--linearize: the first-order term is not finite in {tangent.dtype}; {remedy}")
     return value + tangent
+
+
+def dual_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b with the tangent dx Wᵀ + x dWᵀ + db, of which only the terms that exist are computed.
+
+    Where only one of x and W has a tangent, torch's forward differentiation fills the other one up with zeros and
+    multiplies by them. Most weights of a linearized model are frozen, so a third of its tangent pass would be that.
+    """
+    (x, dx), (w, dw) = forward_ad.unpack_dual(input), forward_ad.unpack_dual(weight)
+    b, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
+    value = _linear(x, w, b)
+    terms = [_linear(dx, w)] if dx is not None else []
+    if dw is not None:
+        terms.append(_linear(x, dw, db))
+    elif db is not None:
+        terms.append(db.expand_as(value))
+    return forward_ad.make_dual(value, sum(terms[1:], terms[0])) if terms else value

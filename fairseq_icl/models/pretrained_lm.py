@@ -1,8 +1,6 @@
 """The model `pretrained_lm`: a fairseq decoder whose architecture and weights both come from a checkpoint file."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +12,14 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqLanguageModel, register_model
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from torch import Tensor
+from torch import Tensor, nn
 
-from fairseq_icl.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.compat import without_initialisation
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
 
-logger = logging.getLogger(__name__)
-Observed = TypeVar("Observed")
+Result = TypeVar("Result")
 
-INITS = ("pretrained", "untrained", "trained-embeddings", "layer-norms")
 EMBEDDINGS = ("embed_tokens.", "output_projection.", "embed_positions.")
 LAYER_NORMS = ("self_attn_layer_norm.", "final_layer_norm.")
 FINAL_NORM = "layer_norm."
@@ -37,25 +34,45 @@ class PretrainedLMConfig(FairseqDataclass):
     """No options of its own: the checkpoint says everything, and the task says which checkpoint."""
 
 
+class _Caller(nn.Module):
+    """A module that calls a function: what `torch.func.functional_call` needs to hold weights for a function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Result]) -> Result:
+        return function()
+
+
+def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
+    """What `function`, which uses `model`, computes while the model's parameters of these names have these values."""
+    named = {f"model.{name}": tensor for name, tensor in weights.items()}
+    result: Result = torch.func.functional_call(_Caller(model), named, (function,))
+    return result
+
+
 @register_model("pretrained_lm", dataclass=PretrainedLMConfig)
 class PretrainedLM(FairseqLanguageModel):
-    """A stock fairseq decoder that knows which of its weights learn and what they were before."""
+    """A stock fairseq decoder that knows which of its weights learn and, once fine-tuned, what they were before."""
 
     def __init__(self, decoder: TransformerDecoder):
         super().__init__(decoder)
-        self._base: dict[str, Tensor] = {}
+        self.base_state: dict[str, Tensor] = {}
+        """Pretrained values of the weights that a fine-tuned checkpoint was put over; empty for a base model."""
 
     @classmethod
     def build_model(cls, cfg: PretrainedLMConfig, task: Any) -> "PretrainedLM":
         """Called by fairseq for `--arch pretrained_lm`; the task holds the checkpoint's path and `--init`."""
         if not hasattr(task.cfg, "base_model"):
             raise UserError("--arch pretrained_lm needs --task demonstration_prompting and --pretrained MODEL.pt")
+        settings = task.settings
         decoder = load_decoder(
             task.cfg.base_model,
             task.source_dictionary,
-            init=str(task.cfg.init),
-            final_norm=task.reading.final_norm,
-            seed=task.cfg.seed,
+            init=settings.init,
+            final_norm=settings.final_norm,
+            seed=settings.seed,
         )
         return cls(decoder)
 
@@ -64,42 +81,32 @@ class PretrainedLM(FairseqLanguageModel):
         """Names of the parameters that learn."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
-    def evaluate(self, function: Callable[[], Observed]) -> Observed:
-        """What `function` computes with the current weights; the linearized model overrides this."""
-        return function()
+    def evaluate(self, function: Callable[[], Result], weights: Mapping[str, Tensor] | None = None) -> Result:
+        """What `function`, which runs the decoder, computes; with `weights`, under those in place of its own.
 
-    def keep_base(self) -> None:
-        """Remember the pretrained values of the weights that learn, so that `base_weights` can bring them back."""
-        if not self._base:
-            self._base = {n: p.detach().clone() for n, p in self.named_parameters() if p.requires_grad}
+        The linearized model overrides this: it is the one door through which everything is observed.
+        """
+        return function() if weights is None else call_with_weights(self, weights, function)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PretrainedLM":
+        """torch's .half() and .to(device) go through here; what is remembered of the base must follow."""
+        self.base_state = {name: fn(tensor) for name, tensor in self.base_state.items()}
+        super()._apply(fn, recurse)
+        return self
 
     @property
     def is_trained(self) -> bool:
-        """Whether fine-tuned weights were put over the base."""
-        return bool(self._base)
+        """Whether fine-tuned weights were put over the base; `base_state` leads back to it."""
+        return bool(self.base_state)
 
-    @contextmanager
-    def base_weights(self) -> Iterator[None]:
-        """Inside, the model is the pretrained one: the weights that learn trade places with the remembered ones."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        parameters = dict(self.named_parameters())
-        for name, base in self._base.items():
-            parameter = parameters[name]
-            base = base.to(parameter)  # --fp16 or a move to a GPU may have come after `keep_base`
-            self._base[name], parameter.data = parameter.data, base
-
-    def reset_to_base(self) -> None:
-        """Undo fine-tuning."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name in self._base:
-                    parameter.copy_(self._base[name])
+    def freeze_all_but(self, parts: str, *, biases: bool) -> None:
+        """Only parameters whose name contains one of the comma-separated `parts` learn; their biases on request."""
+        wanted = [part.strip() for part in parts.split(",") if part.strip()]
+        for name, parameter in self.named_parameters():
+            is_bias = name.endswith(".bias")
+            parameter.requires_grad_(any(part in name for part in wanted) and (biases or not is_bias))
+        if not self.trained_names:
+            raise UserError(f"train_parameters={parts}: no parameter of the model has such a name")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """What was trained, and nothing else: the rest is in the base checkpoint, to which the task refers."""
@@ -114,18 +121,27 @@ class PretrainedLM(FairseqLanguageModel):
         parameters = dict(self.named_parameters())
         if LINEARIZED_MARK in state_dict:
             raise UserError("the checkpoint is of a linearized model: add --linearize")
-        unknown = sorted(set(state_dict) - set(parameters))
-        if unknown:
-            raise UserError(f"the checkpoint trained {unknown[0]}, which the base model does not have")
-        self._base = {name: parameters[name].detach().clone() for name in state_dict}
+        check_trained_weights(state_dict, parameters)
+        self.base_state = {name: parameters[name].detach().clone() for name in state_dict}
         with torch.no_grad():
             for name, tensor in state_dict.items():
-                if tensor.shape != parameters[name].shape:
-                    raise UserError(
-                        f"{name} has the shape {tuple(tensor.shape)} in the checkpoint and "
-                        f"{tuple(parameters[name].shape)} in the base model: it was trained from another model"
-                    )
                 parameters[name].copy_(tensor)
+
+
+def check_trained_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse fine-tuned weights that are not tensors of the base model's names and shapes, or not finite."""
+    for name, tensor in weights.items():
+        if name not in parameters:
+            raise UserError(f"the checkpoint trained {name}, which the base model does not have")
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise UserError(f"{name} is no tensor of weights in the checkpoint: it is damaged or was altered")
+        if tensor.shape != parameters[name].shape:
+            raise UserError(
+                f"{name} has the shape {tuple(tensor.shape)} in the checkpoint and {tuple(parameters[name].shape)} in "
+                "the base model: it was trained from another model"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"{name} holds NaN or infinite values in the checkpoint: train again with a lower --lr")
 
 
 def load_decoder(
@@ -149,7 +165,7 @@ def load_decoder(
     check_vocabulary(weights, dictionary, path)
     vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     if init == "pretrained":
-        with _without_initialisation():
+        with without_initialisation():
             decoder = TransformerLanguageModel.build_model(config, vocabulary).decoder
         _load_all(decoder, weights, path)
         return decoder
@@ -218,17 +234,3 @@ def _copy(target: Tensor, source: Tensor, name: str, path: str | Path) -> None:
         low, high = torch.aminmax(target)  # both are NaN if any value is
         if not (low.isfinite() and high.isfinite()):
             raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
-
-
-@contextmanager
-def _without_initialisation() -> Iterator[None]:
-    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B."""
-    names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
-    originals = {name: getattr(torch.nn.init, name) for name in names}
-    try:
-        for name in names:
-            setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch.nn.init, name, original)

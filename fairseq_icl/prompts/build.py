@@ -11,23 +11,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
+from itertools import pairwise
 from pathlib import Path
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts import sampling
+from fairseq_icl.prompts import Tokens, Writing, sampling
 from fairseq_icl.prompts.catalogue import DatasetSpec
 from fairseq_icl.prompts.readers import Row, read_split
-from fairseq_icl.prompts.render import render
-from fairseq_icl.prompts.tokens import BOS, EOS, UNKNOWN, Encode, encode_text, is_prefix
-from fairseq_icl.reading import Reading
+from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-Tokens = tuple[int, ...]
-SWITCHES = ("none", "demonstrations", "finetuning", "both")
-MAX_VALIDATION = 2000
-"""The authors evaluate on at most so many rows."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +61,14 @@ class FinetuningSequence:
 
 
 @dataclass(frozen=True)
-class PromptSet:
+class Prompts:
     """All sequences of one run."""
 
     spec: DatasetSpec
+    settings: Settings
+    """What they were built with; observing and comparing read from here what they need (`position`, ...)."""
+    start: Tokens
+    """What every sequence starts with: BOS."""
     context: Tokens
     """BOS and the demonstrations that fit, each closed by EOS."""
     context_rows: tuple[int, ...]
@@ -82,13 +79,8 @@ class PromptSet:
     """Validation rows after shuffle, cap and limit."""
     finetuning: tuple[FinetuningSequence, ...]
     """In training order."""
-    num_requested: int
-    """k, the number of demonstrations asked for."""
-
-    @property
-    def num_dropped(self) -> int:
-        """How many of the k demonstrations do not fit into the prompt."""
-        return self.num_requested - len(self.context_rows)
+    data: Path = Path()
+    """The folder that the rows were read from."""
 
     @cached_property
     def single_token(self) -> bool:
@@ -96,100 +88,71 @@ class PromptSet:
         return all(query.single_token for query in self.queries)
 
 
-def build_prompts(
-    spec: DatasetSpec,
-    folder: str | Path,
-    encode: Encode,
-    *,
-    num_demonstrations: int,
-    seed: int,
-    permutation: int = 0,
-    reading: Reading,
-    max_positions: int = 2048,
-    max_validation: int = MAX_VALIDATION,
-    limit: int | None = None,
-    switch_labels: str = "none",
-    switch_fraction: float = 1.0,
-    switch_seed: int | None = None,
-    missing_class: str = "warn",
-    bos: int = BOS,
-    eos: int = EOS,
-) -> PromptSet:
+def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, settings: Settings) -> Prompts:
     """The prompts of one run, a function of its arguments and the data files alone.
 
-    `limit` keeps the first queries only; which demonstrations fit is still decided by the longest sequence of the
-    whole (capped) validation set, as the authors do, so a limited run has the same prompt as the full one.
+    `settings.limit` keeps the first queries only; which demonstrations fit is still decided by the longest sequence of
+    the whole (capped) validation set, as the authors do, so a limited run has the same prompt as the full one.
     """
-    _check_arguments(num_demonstrations, max_validation, limit, seed, switch_labels, switch_seed)
-    encoder = RowEncoder(spec, encode, eos, max_positions)
+    encoder = RowEncoder(spec, writing)
     valid = read_split(Path(folder), spec, "valid")
-    order = sampling.shuffled(len(valid), sampling.VALIDATION_SEED)[:max_validation]
+    order = sampling.shuffled(len(valid), sampling.VALIDATION_SEED)[: settings.max_validation]
     queries = [encoder.query(valid[i]) for i in order]
 
     train = read_split(Path(folder), spec, "train")
-    if num_demonstrations > len(train):
+    k = settings.num_demonstrations
+    if k > len(train):
         raise UserError(
-            f"{train[0].place[0]}: {num_demonstrations} demonstrations asked for, but the train split of {spec.name} "
-            f"has {len(train)} rows; lower --num-demonstrations"
+            f"{train[0].place[0]}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} "
+            "rows; lower num_demonstrations"
         )
-    rows = [train[i] for i in sampling.shuffled(len(train), seed)[:num_demonstrations]]
-    shown, trained = _draw_labels(rows, switch_labels, switch_fraction, seed if switch_seed is None else switch_seed)
+    rows = [train[i] for i in sampling.shuffled(len(train), settings.seed)[:k]]
+    shown, trained = _draw_labels(rows, settings)
     demonstrations = [encoder.query(row) for row in rows]
 
-    icl_order, finetuning_order = sampling.demonstration_orders(num_demonstrations, seed, permutation, reading)
-    room = max_positions - max(query.longest for query in queries)
-    icl_order, context, spans = _build_context(demonstrations, shown, icl_order, room, bos, eos)
-    _warn(spec, num_demonstrations, [shown[i] for i in icl_order], max_positions, missing_class)
-    if reading.finetuning_demonstrations == "fitting":
+    icl_order, finetuning_order = sampling.demonstration_orders(settings)
+    room = writing.max_positions - max(query.longest for query in queries)
+    icl_order, context, spans = _build_context(demonstrations, shown, icl_order, room, writing)
+    _warn(spec, k, [shown[i] for i in icl_order], writing.max_positions, settings.missing_class)
+    if settings.finetuning_demonstrations == "fitting":
         finetuning_order = [i for i in finetuning_order if i in set(icl_order)]
-    return PromptSet(
+    return Prompts(
         spec=spec,
+        settings=settings,
+        start=(writing.bos,),
         context=context,
         context_rows=tuple(rows[i].index for i in icl_order),
         context_spans=spans,
-        queries=tuple(queries[:limit]),
+        queries=tuple(queries[: settings.limit]),
         finetuning=tuple(
-            _finetuning_sequence(demonstrations[i], trained[i], reading.loss_on, bos) for i in finetuning_order
+            _finetuning_sequence(demonstrations[i], trained[i], settings.loss_on, writing.bos) for i in finetuning_order
         ),
-        num_requested=num_demonstrations,
+        data=Path(folder),
     )
 
 
-def _check_arguments(
-    k: int, max_validation: int, limit: int | None, seed: int, switch_labels: str, switch_seed: int | None
-) -> None:
-    if k < 0:
-        raise UserError(f"--num-demonstrations {k}: must not be negative")
-    for flag, value in (("--max-validation", max_validation), ("--limit", limit)):
-        if value is not None and value < 1:
-            raise UserError(f"{flag} {value}: must be at least 1")
-    if switch_labels not in SWITCHES:
-        raise UserError(f"--switch-labels {switch_labels}: choose from {', '.join(SWITCHES)}")
-    sampling.check_seed(seed)
-    if switch_seed is not None:
-        sampling.check_seed(switch_seed, "--switch-seed")
-
-
-def _draw_labels(rows: Sequence[Row], switch: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+def _draw_labels(rows: Sequence[Row], settings: Settings) -> tuple[list[int], list[int]]:
     """The labels that the demonstrations have in the prompt and in fine-tuning."""
     golds = [row.gold for row in rows]
-    switched = sampling.switched_labels(golds, [len(row.options) for row in rows], fraction, seed)
+    seed = settings.seed if settings.switch_seed is None else settings.switch_seed
+    switched = sampling.switched_labels(golds, [len(row.options) for row in rows], settings.switch_fraction, seed)
+    switch = settings.switch_labels
     shown = switched if switch in ("demonstrations", "both") else golds
     trained = switched if switch in ("finetuning", "both") else golds
     return shown, trained
 
 
 def _build_context(
-    demonstrations: Sequence[Query], labels: Sequence[int], order: Sequence[int], room: int, bos: int, eos: int
+    demonstrations: Sequence[Query], labels: Sequence[int], order: Sequence[int], room: int, writing: Writing
 ) -> tuple[list[int], Tokens, tuple[tuple[int, int], ...]]:
     """(demonstrations used, context tokens, spans): appended while the context stays below `room`, then no more."""
-    context, spans, used = [bos], [], []
+    context, spans, used = [writing.bos], [], []
     for i in order:
         tokens = (*demonstrations[i].inputs[labels[i]], *demonstrations[i].labels[labels[i]])
-        if len(context) + len(tokens) + 1 >= room:
+        if len(context) + len(tokens) + len(writing.separator) >= room:
             break
         spans.append((len(context), len(context) + len(tokens)))
-        context += (*tokens, eos)
+        context += (*tokens, *writing.separator)
         used.append(i)
     return used, tuple(context), tuple(spans)
 
@@ -211,25 +174,22 @@ def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, m
     if shown and missing:
         text = f"{spec.name}: no demonstration in the prompt has the label {', '.join(missing)}"
         if missing_class == "refuse":
-            raise UserError(f"{text}; raise --num-demonstrations or take another --seed")
+            raise UserError(f"{text}; raise num_demonstrations or take another seed")
         logger.warning(text)
 
 
 class RowEncoder:
     """Rows -> tokens, checked: nothing empty, nothing longer than the model, label words told apart by their tokens."""
 
-    def __init__(self, spec: DatasetSpec, encode: Encode, eos: int, max_positions: int) -> None:
-        self.spec, self.encode, self.eos, self.max_positions = spec, encode, eos, max_positions
+    def __init__(self, spec: DatasetSpec, writing: Writing) -> None:
+        self.spec, self.writing = spec, writing
         if spec.has_classes:
             self._check_label_words()
 
-    def _tokens(self, text: str) -> Tokens:
-        return tuple(encode_text(text, self.encode, self.eos))
-
     def query(self, row: Row) -> Query:
         """The tokens of a row's options."""
-        texts = render(self.spec, row).options
-        encoded = {text: self._tokens(text) for text in dict.fromkeys(text for pair in texts for text in pair)}
+        texts = self.spec.render(row)
+        encoded = {text: self.writing.tokens(text) for text in dict.fromkeys(text for pair in texts for text in pair)}
         for number, (input_text, label_text) in enumerate(texts):
             if not encoded[input_text]:
                 raise UserError(f"{row.where}: the input is empty; change the row or the template of {self.spec.name}")
@@ -237,25 +197,26 @@ class RowEncoder:
                 raise UserError(f"{row.where}: option {number} has no tokens; change the row or remove it")
         inputs, labels = zip(*((encoded[a], encoded[b]) for a, b in texts), strict=True)
         query = Query(row.index, row.gold, inputs, labels)
-        if query.longest > self.max_positions:
+        if query.longest > self.writing.max_positions:
             raise UserError(
-                f"{row.where}: {query.longest} tokens with its label, but the model has {self.max_positions} "
+                f"{row.where}: {query.longest} tokens with its label, but the model has {self.writing.max_positions} "
                 f"positions; shorten or remove the row"
             )
         return query
 
     def _check_label_words(self) -> None:
-        tokens = {word: self._tokens(f" {word.strip()}") for word in self.spec.label_words}
+        tokens = {word: self.writing.tokens(f" {word.strip()}") for word in self.spec.label_words}
         for word, ids in tokens.items():
             if not ids:
                 raise UserError(f"dataset {self.spec.name}: label word {word!r} has no tokens; choose another word")
-            if set(ids) == {UNKNOWN}:
+            if set(ids) == {self.writing.unknown}:
                 raise UserError(
                     f"dataset {self.spec.name}: label word {word!r} is unknown to the dictionary; choose the model's "
-                    "tokenizer with --bpe, or another word"
+                    "tokenizer (bpe), or another word"
                 )
-        for first, second in permutations(tokens, 2):
-            if is_prefix(tokens[first], tokens[second]):
+        # In alphabetical order of their tokens a word stands right before the first one that begins with it.
+        for first, second in pairwise(sorted(tokens, key=tokens.__getitem__)):
+            if tokens[second][: len(tokens[first])] == tokens[first]:
                 raise UserError(
                     f"dataset {self.spec.name}: label word {second!r} has tokens {list(tokens[second])}, which begin "
                     f"with those of {first!r} {list(tokens[first])}, so they cannot be told apart; choose other words"

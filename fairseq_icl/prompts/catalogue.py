@@ -1,24 +1,29 @@
-"""The dataset catalogue: one YAML file a dataset, read into a checked `DatasetSpec`.
+"""The dataset catalogue: one YAML file per dataset, read into a checked `DatasetSpec`, which renders rows as texts.
 
 docs/adding_a_dataset.md describes the keys. Everything a user can get wrong in a YAML file is found here, before any
 data are read, and reported with the file's name.
 """
 
 import difflib
+import hashlib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import read_yaml
+from fairseq_icl.settings import nearest
+
+if TYPE_CHECKING:
+    from fairseq_icl.prompts.readers import Row
 
 ENTRY_POINT_GROUP = "fairseq_icl.datasets"
-FOLDER = Path(__file__).parent.parent / "config" / "dataset"
+FOLDER = Path(__file__).parent / "datasets"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 KEYS = ("name", "version", "source", "fields", "cut", "template", "label", "label_words", "label_names", "options")
 KEYS += ("splits", "papers", "note")
@@ -68,6 +73,28 @@ class DatasetSpec:
         paths = (*self.fields, *options, self.options_names, self.label)
         return tuple(dict.fromkeys(path.split(".")[0] for path in paths if path))
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
+        described = {name: value for name, value in asdict(self).items() if name not in ("papers", "note", "source")}
+        return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+
+    def render(self, row: "Row") -> tuple[tuple[str, str], ...]:
+        """(input text, label text) of every option of a row.
+
+        A label text is a word or an option preceded by exactly one space, as the authors do.
+        """
+        options = []
+        for option in row.options:
+            values = {**row.texts, "option": option}
+            options.append((fill(self.template, values), " " + fill(self.options_label, values).strip()))
+        return tuple(options)
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """The template with every `{name}` replaced by its value, once: braces inside a value stay as they are."""
+    return PLACEHOLDER.sub(lambda found: values[found[1]], template)
+
 
 @cache
 def folders() -> tuple[Path, ...]:
@@ -83,6 +110,12 @@ def dataset_names() -> list[str]:
     return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
 
 
+def find_spec(name: str, folder: str | Path) -> DatasetSpec:
+    """A dataset whose YAML lies beside its data (FOLDER/NAME.yaml), else one of the catalogue or a path."""
+    beside = Path(folder) / f"{name}.yaml"
+    return load_spec(str(beside) if beside.is_file() else name)
+
+
 def load_spec(name_or_path: str) -> DatasetSpec:
     """The specification of a dataset of the catalogue, or of the user's own YAML file."""
     if name_or_path in dataset_names():
@@ -92,18 +125,8 @@ def load_spec(name_or_path: str) -> DatasetSpec:
     else:
         close = difflib.get_close_matches(name_or_path.lower(), dataset_names(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(dataset_names())};"
-        raise UserError(f"--dataset {name_or_path}: unknown dataset; {hint} A dataset of your own is a path to a .yaml")
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give the path of a dataset's YAML file") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise UserError(f"{path}{line}: not valid YAML ({problem}); quote texts that hold : or #") from error
-    return parse_spec(data, str(path), path.stem)
+        raise UserError(f"dataset {name_or_path}: unknown; {hint} A dataset of your own is a path to a .yaml")
+    return parse_spec(read_yaml(path), str(path), path.stem)
 
 
 def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:
@@ -163,6 +186,10 @@ def _check_together(spec: DatasetSpec, check: "_Checker") -> None:
         for placeholder in PLACEHOLDER.findall(template):
             if placeholder not in allowed:
                 check.fail(f"{key} uses {{{placeholder}}}, which is not among fields ({', '.join(sorted(allowed))})")
+        if stray := re.search(r"[{}]", PLACEHOLDER.sub("", template)):
+            check.fail(f"{key} has a {stray[0]} that belongs to no {{field}}; write {{name}} without spaces")
+    if not PLACEHOLDER.search(spec.template):
+        check.fail(f"template names no field, so all inputs would be alike; use {{{spec.fields[0]}}}")
 
 
 class _Checker:
@@ -171,7 +198,7 @@ class _Checker:
     def __init__(self, place: str) -> None:
         self.place = place
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str) -> NoReturn:
         raise UserError(f"{self.place}: {what}; see docs/adding_a_dataset.md")
 
     def known_keys(self, data: Any, known: tuple[str, ...], prefix: str) -> None:
@@ -179,17 +206,15 @@ class _Checker:
             self.fail(f"{prefix.rstrip('.') or 'the file'} must be a mapping (key: value lines)")
         for key in data:
             if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-                self.fail(f"unknown key {prefix}{key}; {hint}")
+                self.fail(f"unknown key {prefix}{key}; {nearest(str(key), known)}")
 
-    def text(self, data: dict, key: str, default: str | None = None) -> str:
+    def text(self, data: dict[str, Any], key: str, default: str | None = None) -> str:
         value = data.get(key, default)
         if not isinstance(value, str) or (default is None and not value.strip()):
             self.fail(f"{key} must be a text" + ("" if key in data else " and is missing"))
         return value
 
-    def texts(self, data: dict, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def texts(self, data: dict[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
         value = data.get(key, default)
         if default is not None and key not in data:
             return default
@@ -197,12 +222,12 @@ class _Checker:
             self.fail(f"{key} must be a list of texts (quote words such as Yes, No, True and numbers)")
         return tuple(value)
 
-    def text_or_texts(self, data: dict, key: str, default: tuple[str, ...] | None) -> str | tuple[str, ...]:
+    def text_or_texts(self, data: dict[str, Any], key: str, default: tuple[str, ...] | None) -> str | tuple[str, ...]:
         if isinstance(data.get(key), str):
             return self.text(data, key)
         return self.texts(data, key, default)
 
-    def mapping(self, data: dict, key: str, kind: type) -> dict:
+    def mapping(self, data: dict[str, Any], key: str, kind: type) -> dict[str, Any]:
         value = data.get(key, {})
         if not isinstance(value, dict) or not all(
             isinstance(k, str) and isinstance(v, kind) and v for k, v in value.items()
@@ -210,7 +235,7 @@ class _Checker:
             self.fail(f"{key} must be a mapping from names to {'texts' if kind is str else 'mappings'}")
         return value
 
-    def version(self, data: dict) -> int:
+    def version(self, data: dict[str, Any]) -> int:
         value = data.get("version")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.fail("version must be a whole number from 1, raised whenever the template or the labels change")

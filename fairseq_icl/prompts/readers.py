@@ -90,10 +90,19 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that stands twice is an error and not a choice of the last one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return fields
+
+
 def _read_jsonl(path: Path, spec: DatasetSpec) -> Iterator[Record]:
     for number, line in _lines(path):
         try:
-            fields = json.loads(line)
+            fields = json.loads(line, object_pairs_hook=_without_repetition)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number}: not JSON ({error}); every line must be one JSON object") from error
         if not isinstance(fields, dict):

@@ -6,8 +6,7 @@ demonstrations come from numpy's legacy one.
 
 import numpy
 
-from fairseq_icl.errors import UserError
-from fairseq_icl.reading import Reading
+from fairseq_icl.settings import Settings
 
 VALIDATION_SEED = 1
 """Evaluation rows are shuffled with this seed whatever the run's seed is."""
@@ -16,34 +15,24 @@ SWITCHING_STREAM = 7
 """Keeps the generator of label switching apart from the one that shuffles the rows, under the same seed."""
 
 
-def check_seed(seed: int, flag: str = "--seed") -> int:
-    """The seed, if both of numpy's generators take it."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"{flag} {seed}: a seed must be between 0 and {2**32 - 1}")
-    return seed
-
-
 def shuffled(num_rows: int, seed: int) -> list[int]:
     """The row order of Hugging Face's `Dataset.shuffle(seed)`."""
     return numpy.random.default_rng(seed).permutation(num_rows).tolist()
 
 
-def demonstration_orders(k: int, seed: int, permutation: int, reading: Reading) -> tuple[list[int], list[int]]:
-    """The orders of the k demonstrations in the ICL prompt and in fine-tuning.
+def demonstration_orders(settings: Settings) -> tuple[list[int], list[int]]:
+    """The orders of the demonstrations in the ICL prompt and in fine-tuning.
 
     Five permutations are drawn for the ICL prompt, then five new ones for fine-tuning, and number `permutation`
     (from 0) of each five is used. Index 0 means no permutation where the reading says so, a negative index always does.
     """
-    if permutation >= NUM_PERMUTATIONS:
-        raise UserError(
-            f"--permutation {permutation}: {NUM_PERMUTATIONS} are drawn; choose 0 to {NUM_PERMUTATIONS - 1}"
-        )
-    if permutation < 0 or (permutation == 0 and reading.permutation_zero == "identity"):
+    k, permutation = settings.num_demonstrations, settings.permutation
+    if permutation < 0 or (permutation == 0 and settings.permutation_zero == "identity"):
         return list(range(k)), list(range(k))
-    legacy = numpy.random.RandomState(seed)
+    legacy = numpy.random.RandomState(settings.seed)
     draws = [legacy.permutation(k).tolist() for _ in range(2 * NUM_PERMUTATIONS)]
     icl = draws[permutation]
-    return icl, draws[NUM_PERMUTATIONS + permutation] if reading.finetuning_order == "drawn" else list(icl)
+    return icl, draws[NUM_PERMUTATIONS + permutation] if settings.finetuning_order == "drawn" else list(icl)
 
 
 def switched_labels(golds: list[int], num_options: list[int], fraction: float, seed: int) -> list[int]:
@@ -52,8 +41,6 @@ def switched_labels(golds: list[int], num_options: list[int], fraction: float, s
     A switched label never equals the true one. The choice depends on the seed alone, not on the order in which the
     demonstrations are shown, so a prompt and a fine-tuning run with the same seed see the same switched labels.
     """
-    if not 0 <= fraction <= 1:
-        raise UserError(f"--switch-fraction {fraction}: must be between 0 and 1")
     generator = numpy.random.default_rng([seed, SWITCHING_STREAM])
     chosen = generator.permutation(len(golds))[: int(fraction * len(golds) + 0.5)]
     labels = list(golds)

@@ -1,56 +1,71 @@
-"""A cell: one number-producing unit of a run, and the keys under which it and the observations it needs are stored."""
+"""A cell: one number-producing unit of a run, and the keys under which it and the observations it needs are stored.
 
+A key is a hash of all that a result depends on: the settings that make a difference, the files of model and data, and
+the code that computes it.
+"""
+
+import ast
 import hashlib
+import inspect
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from fairseq_icl.reading import Reading
+from fairseq_icl.files import PACKAGE, sha256_of
+from fairseq_icl.metrics import get_metric, metric_names
+from fairseq_icl.models.files import ModelFiles
+from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
+from fairseq_icl.prompts.readers import find_split
+from fairseq_icl.settings import OBSERVED, PROMPTS, Settings
+from fairseq_icl.training.methods import get_method
 
 KEY_LENGTH = 20
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a cell needs beyond its coordinates, completely resolved."""
-
-    num_demonstrations: int
-    learning_rate: float | None
-    """None for a cell that trains nothing."""
-    limit: int | None
-    clip_norm: float
-    layer_clip: str
-    layer_clip_value: str | None
-    switch_labels: str
-    switch_fraction: float
-    switch_seed: int | None
-    train_parameters: str | None
-    reading: Reading
-
-
-TRAINING_SETTINGS = ("learning_rate", "clip_norm", "layer_clip", "layer_clip_value", "train_parameters")
-"""Settings that change the fine-tuned model only, so that cells differing in them share ZSL and ICL."""
-TRAINING_READINGS = ("loss_on", "finetuning_order", "finetuning_demonstrations", "biases", "layer_loss")
-TRAINING_READINGS += ("layer_causal_point", "step_per")
-METRIC_READINGS = ("random_update", "attention_similarity")
-"""Differences that change neither the model nor what is observed, only what is computed from it."""
+OWN = "fairseq_icl."
+COMMON = ("settings.py", "files.py", "compat.py", "prompts", "models", "observing", "replication/engine.py")
+CODE: dict[str, tuple[str, ...]] = {
+    "zsl": COMMON,
+    "icl": COMMON,
+    "ft": (*COMMON, "training", "tasks", "criterions"),
+    "metrics": (*COMMON, "training", "tasks", "criterions", "metrics", "results", "replication/cells.py"),
+}
+"""The parts of the package that each observation, and the table made of them, runs through."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One (model, init, dataset, seed, permutation, method, variant)."""
+    """One (model, dataset, method, variant) with its settings, among them seed, permutation and init."""
 
     model: str
-    init: str
     dataset: str
-    seed: int
-    permutation: int
     method: str
     variant: str
     """Name of the changes against the experiment's plain run; "" for the plain run."""
     settings: Settings
     source: str = ""
     """Where the dataset's YAML comes from: its name in the catalogue or a path."""
+
+    @property
+    def init(self) -> str:
+        """What is kept of the checkpoint."""
+        return self.settings.init
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.settings.seed
+
+    @property
+    def permutation(self) -> int:
+        """Index of the permutation of the demonstrations."""
+        return self.settings.permutation
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """What the dataset's YAML says."""
+        return load_spec(self.source or self.dataset)
 
     @property
     def label(self) -> str:
@@ -64,57 +79,89 @@ class Cell:
 
     def configuration(self) -> dict[str, Any]:
         """Everything that determines the cell and can be written down; names of variant and file are not part of it."""
-        described = asdict(self)
-        del described["variant"], described["source"]
-        return described
+        settings = asdict(self.settings)
+        return {"model": self.model, "dataset": self.dataset, "method": self.method, "settings": settings}
+
+    def observed(self, setting: str) -> "Cell":
+        """The cell with all that makes no difference to the observation of `setting` (zsl, icl, ft) at a fixed value.
+
+        Two cells with the same result share the observation.
+        """
+        settings = self.settings.relevant_to(OBSERVED[setting])
+        method = self.method if setting == "ft" else setting
+        return replace(self, method=method, variant="", source="", settings=settings)
+
+    def prompts_key(self) -> tuple[str, Settings]:
+        """What tells its prompts from others': the content of the dataset's YAML, and the settings that count."""
+        return self.spec.fingerprint, self.settings.relevant_to(PROMPTS)
+
+    def model_key(self) -> Settings:
+        """What tells its model before fine-tuning from others'."""
+        return self.settings.relevant_to(("weights",))
 
 
-def key_of(configuration: dict[str, Any], fingerprints: dict[str, str]) -> str:
-    """Hash of what determines a result: its configuration and the fingerprints of model, data and code."""
-    text = json.dumps([configuration, fingerprints], sort_keys=True)
+def key_of(cell: Cell, files: ModelFiles, data: Path, setting: str = "") -> str:
+    """The key of the cell, or of its observation of `setting`."""
+    described = cell.observed(setting) if setting else cell
+    prints = {
+        "model": files.sha256,
+        "dictionary": file_hash(files.dictionary),
+        "data": data_hash(data, cell.spec),
+        **{f"tokenizer.{name}": file_hash(path) for name, path in files.tokenizer.items()},
+        "bpe": str(files.bpe),
+        "code": code_version(CODE[setting or "metrics"]),
+    }
+    if setting not in ("zsl", "icl"):
+        prints["method"] = json.dumps(asdict(get_method(cell.method)))
+    if not setting:
+        prints["metrics"] = foreign_metrics()
+    text = json.dumps([described.configuration(), prints], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
 
 
-def observed(cell: Cell, setting: str) -> Cell:
-    """`cell` with all that does not change the observation of `setting` (zsl, icl, ft) put to a fixed value.
-
-    Two cells with the same result share the observation.
-    """
-    neutral = Reading()
-    reading = {name: getattr(neutral, name) for name in METRIC_READINGS}
-    changes: dict[str, Any] = {}
-    if setting in ("zsl", "icl"):
-        changes |= {name: _DEFAULTS[name] for name in TRAINING_SETTINGS}
-        reading |= {name: getattr(neutral, name) for name in TRAINING_READINGS}
-        if cell.settings.switch_labels not in ("demonstrations", "both") or setting == "zsl":
-            changes |= {name: _DEFAULTS[name] for name in ("switch_labels", "switch_fraction", "switch_seed")}
-    if setting == "zsl":
-        changes["num_demonstrations"] = 0
-        reading["permutation_zero"] = neutral.permutation_zero
-    settings = replace(cell.settings, reading=replace(cell.settings.reading, **reading), **changes)
-    # Random weights are drawn from the run's seed; a pretrained model without demonstrations knows no seed.
-    seed = 0 if setting == "zsl" and cell.init == "pretrained" else cell.seed
-    permutation = 0 if setting == "zsl" else cell.permutation
-    method = cell.method if setting == "ft" else setting
-    return replace(cell, seed=seed, permutation=permutation, method=method, variant="", source="", settings=settings)
+@cache
+def code_version(parts: Iterable[str]) -> str:
+    """Hash of the source code of some parts of the package; comments, docstrings and layout do not count."""
+    digest = hashlib.sha256()
+    for part in parts:
+        path = PACKAGE / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(str(file.relative_to(PACKAGE)).encode())
+            digest.update(_code_of(file.read_text(encoding="utf-8")).encode())
+    return digest.hexdigest()
 
 
-_DEFAULTS: dict[str, Any] = {
-    "learning_rate": None,
-    "clip_norm": 0.0,
-    "layer_clip": "none",
-    "layer_clip_value": None,
-    "train_parameters": None,
-    "switch_labels": "none",
-    "switch_fraction": 1.0,
-    "switch_seed": None,
-}
+def _code_of(source: str) -> str:
+    """`source` as a syntax tree without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and body:
+            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return ast.dump(tree)
 
 
-def cell_from(configuration: dict[str, Any], variant: str = "") -> Cell:
-    """The cell that `configuration` (as stored) describes."""
-    settings = dict(configuration["settings"])
-    settings["reading"] = Reading(**settings["reading"])
-    known = {field.name for field in fields(Settings)}
-    settings = Settings(**{name: settings[name] for name in known})
-    return Cell(**{**configuration, "variant": variant, "settings": settings})
+def foreign_metrics() -> str:
+    """Names and code of the metrics that other packages added."""
+    added = [metric for metric in map(get_metric, metric_names()) if not metric.compute.__module__.startswith(OWN)]
+    return json.dumps({metric.name: _source_of(metric.compute) for metric in added}, sort_keys=True)
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except OSError:  # made in an interactive session
+        return f"{function.__module__}.{function.__qualname__}"
+
+
+@cache
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, read once per process."""
+    return sha256_of(path)
+
+
+def data_hash(folder: Path, spec: DatasetSpec, hash_file: Callable[[Path], str] = file_hash) -> str:
+    """Hash of a dataset's two files and of what its YAML says, published settings and notes aside."""
+    parts = [spec.fingerprint]
+    parts += [hash_file(file) for split in ("train", "valid") for file in find_split(folder, spec, split)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

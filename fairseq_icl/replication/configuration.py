@@ -1,4 +1,8 @@
-"""Command-line overrides -> one plain configuration, by Hydra from the package's YAML files."""
+"""Command-line overrides -> one plain, checked configuration, by Hydra from the package's YAML files.
+
+The settings of settings.py are keys of the configuration without standing in a YAML file: they are put into Hydra's
+store as the group `settings`.
+"""
 
 import re
 from collections.abc import Sequence
@@ -6,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -13,12 +18,29 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import PACKAGE
+from fairseq_icl.settings import SETTINGS, check_reading, nearest
 
-FOLDER = Path(__file__).parent.parent / "config"
+FOLDER = PACKAGE / "config"
 CONFIG_NAME = "replicate"
+GRID = ("seed", "permutation", "init")
+"""Settings of which a run may have several values; null is what the paper says."""
+FROM_PAPER = (*GRID, "num_demonstrations", "lr")
 LISTS = ("dataset", "datasets", "method", "init", "seed", "permutation", "plugins", "tables")
 DEMO = {"data": "demo", "paper": "demo", "datasets": "[demo_sentiment,demo_subjectivity]"}
 BARE_LIST = re.compile(rf"(?P<key>{'|'.join(LISTS)})=(?P<values>[^\[\]{{}}'\"()]+,[^\[\]{{}}'\"()]+)")
+
+
+def register_settings() -> None:
+    """Make every setting a key of Hydra's configuration."""
+    # null: not said. Differences between code and paper follow the reading, some others the paper's settings.
+    defaults = {
+        name: None if known.is_reading or name in FROM_PAPER else known.default for name, known in SETTINGS.items()
+    }
+    ConfigStore.instance().store(name="settings", node={**defaults, "init": ["pretrained"]}, provider="fairseq_icl")
+
+
+register_settings()
 
 
 def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
@@ -89,7 +111,67 @@ def plain(config: DictConfig) -> dict[str, Any]:
     values.pop("hydra", None)
     if values["model"]["name"] is None:
         values["model"]["name"] = Path(values["model"]["path"]).resolve().parent.name or "model"
+    check(values)
     return values
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "paper": (str,),
+    "data": (str,),
+    "out": (str,),
+    "plugins": (list,),
+    "datasets": (str, list),
+    "method": (str, list),
+    "lr_scale": (int, float),
+    "reading": (str,),
+    "variants": (dict,),
+    "vary": (dict,),
+    "audit": (bool,),
+    "plain": (bool,),
+    "skip": (list,),
+    "published_settings": (dict,),
+    "tables": (list,),
+    "quiet": (bool,),
+    "dry_run": (bool,),
+    "model": (dict,),
+}
+"""The keys of replicate.yaml that are no settings, and what they may hold."""
+MODEL_KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "path": (str,),
+    "bpe": (str, type(None)),
+    "tokenizer": (str, type(None)),
+    "random": (bool,),
+    "shape": (dict, type(None)),
+}
+
+
+def check(values: dict[str, Any]) -> None:
+    """Refuse keys that nobody reads and values of the wrong kind, before anything is planned."""
+    for key, value in values.items():
+        if key in SETTINGS:
+            for single in value if isinstance(value, list) and key in GRID else [value]:
+                if single is not None and not (key == "seed" and single == "first"):
+                    SETTINGS[key].check(single)
+        else:
+            _check_kind(key, value, KINDS)
+    for key, value in values["model"].items():
+        _check_kind(f"model.{key}", value, {f"model.{name}": kinds for name, kinds in MODEL_KINDS.items()})
+    check_reading(values["reading"])
+    if isinstance(values["lr_scale"], bool) or not 0 <= values["lr_scale"] < float("inf"):
+        raise UserError(f"lr_scale={values['lr_scale']}: must be a number of at least 0")
+    if re.search(r"[/\\\x00]", values["model"]["name"]) or values["model"]["name"].startswith("."):
+        raise UserError(f"model.name={values['model']['name']}: is part of file names; no / and no dot in front")
+
+
+def _check_kind(key: str, value: Any, kinds: dict[str, tuple[type, ...]]) -> None:
+    if key not in kinds:
+        raise UserError(f"{key}: unknown key; {nearest(key, [*kinds, *SETTINGS])}")
+    if not isinstance(value, kinds[key]):
+        words = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false", type(None): "null"}
+        allowed = " or ".join(words.get(kind, "a number") for kind in kinds[key])
+        raise UserError(f"{key}={value}: must be {allowed}")
 
 
 def explain(error: Exception) -> str:

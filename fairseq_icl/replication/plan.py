@@ -2,22 +2,20 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_icl.demo import demo_data
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
-from fairseq_icl.reading import CHOICES, Reading
-from fairseq_icl.replication.cells import Cell, Settings
-from fairseq_icl.replication.methods import get_method
+from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
+from fairseq_icl.replication.cells import Cell
+from fairseq_icl.replication.configuration import GRID
+from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
+from fairseq_icl.training.methods import get_method
 
-PERMUTATIONS = 5
-"""The authors draw five permutations (PROTOCOL 2.5)."""
-INITS = ("pretrained", "untrained", "trained-embeddings", "layer-norms")
-VARIABLE = ("num_demonstrations", "lr", "lr_scale", "clip_norm", "layer_clip", "layer_clip_value", "switch_labels")
-VARIABLE += ("switch_fraction", "switch_seed", "train_parameters", "reading", *CHOICES)
+VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""
 SKIP_KEYS = ("init", "method", "dataset", "variant", "not_variant")
 BLANK_PAPER: dict[str, Any] = {}
@@ -38,25 +36,25 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     methods, inits, names = (_words(config[key], key) for key in ("method", "init", "datasets"))
     for method in methods:
         get_method(method)
-    for init in inits:
-        if init not in INITS:
-            raise UserError(f"init={init}: unknown; choose from {', '.join(INITS)}")
     if not names:
         raise UserError("dataset=[]: no dataset to run; name some, e.g. dataset=[sst2,mr]")
     variants = _variants(config)
     rules = [_rule(rule) for rule in config["skip"]]
     cells: list[Cell] = []
+    specs: dict[str, DatasetSpec] = {}
     for init, given in itertools.product(inits, names):
         source = _source(given, config["data"])
         spec = load_spec(source)
         facts, name = _facts(spec, config), spec.name
+        if specs.setdefault(name, spec).fingerprint != spec.fingerprint:
+            raise UserError(f"dataset={given}: another dataset of this run is also named {name}; give one another name")
         for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
             place = {"init": init, "method": method, "dataset": name, "variant": variant}
             if any(_matches(rule, place) for rule in rules):
                 continue
-            settings = _settings({**config, **changes}, facts, method)
-            model = config["model"]["name"]
-            cells.append(Cell(model, init, name, seed, permutation, method, variant, settings, source))
+            grid = {"init": init, "seed": seed, "permutation": permutation}
+            settings = _settings({**config, **changes, **grid}, facts, method)
+            cells.append(Cell(config["model"]["name"], name, method, variant, settings, source))
     if not cells:
         raise UserError("the plan is empty: `skip` leaves nothing of the chosen dataset, method and init")
     return cells
@@ -70,7 +68,7 @@ def _source(name: str, data: str) -> str:
 
 def data_folder(data: str) -> Path:
     """The folder that `data=` means: the shipped one for the word demo."""
-    return demo_data() if data == "demo" else Path(data)
+    return DEMO_DATA if data == "demo" else Path(data)
 
 
 def _words(value: Any, key: str) -> list[str]:
@@ -86,26 +84,34 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if config["audit"]:
         variants |= {f"{name}={value}": {name: value} for name, value in _differences()}
         variants["reading=paper"] = {"reading": "paper"}
-    variants |= {name: dict(changes) for name, changes in config["variants"].items()}
+    for name, changes in config["variants"].items():
+        if not isinstance(changes, Mapping):
+            raise UserError(f"variants.{name}={changes}: must be a mapping of settings, e.g. {{lr_scale: 0.1}}")
+        variants[name] = dict(changes)
     if config["vary"]:
         keys = list(config["vary"])
         for values in itertools.product(*(_as_list(config["vary"][key]) for key in keys)):
             changes = dict(zip(keys, values, strict=True))
             variants[" ".join(f"{key}={_short(value)}" for key, value in changes.items())] = changes
     for name, changes in variants.items():
-        for key in changes:
+        for key, value in changes.items():
             if key not in VARIABLE:
-                raise UserError(f"variant {name}: {key} cannot be varied; choose from {', '.join(VARIABLE)}")
+                raise UserError(f"variant {name}: {key} cannot be varied; {nearest(key, VARIABLE)}")
+            if key in SETTINGS and value is not None:
+                SETTINGS[key].check(value)
+            elif key == "reading":
+                check_reading(value)
+            elif key == "lr_scale" and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise UserError(f"variant {name}: lr_scale={value}: must be a number")
     return variants
 
 
 def _differences() -> Iterator[tuple[str, str]]:
     """Every departure from the authors' reading: (difference, value)."""
-    authors = Reading()
-    for field in fields(Reading):
-        for value in CHOICES[field.name]:
-            if value != getattr(authors, field.name):
-                yield field.name, value
+    for name, known in READING.items():
+        for value in known.choices:
+            if value != known.default:
+                yield name, value
 
 
 def _as_list(value: Any) -> Sequence[Any]:
@@ -116,7 +122,9 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _rule(rule: Mapping[str, Any]) -> dict[str, list[str]]:
+def _rule(rule: Any) -> dict[str, list[str]]:
+    if not isinstance(rule, Mapping):
+        raise UserError(f"skip: {rule} is no mapping; write a list of mappings such as {{method: [gd]}}")
     unknown = [key for key in rule if key not in SKIP_KEYS]
     if unknown:
         raise UserError(f"skip: unknown key {unknown[0]}; use {', '.join(SKIP_KEYS)}")
@@ -143,18 +151,16 @@ def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
 
 def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """The (seed, permutation) pairs; a seed of the paper keeps the permutation the paper ties it to."""
-    seeds = list(said.get("seeds", []))
+    seeds = [SETTINGS["seed"].check(seed) for seed in _as_list(said.get("seeds", []))]
     tied = dict(zip(seeds, said.get("permutations", []), strict=False))
     wanted = config["seed"]
     if wanted is None or wanted == "first":
         if not seeds:
             raise UserError(f"{name}: no seeds in {config['paper']}; give seed=[1,2,3]")
         wanted = seeds[:1] if wanted == "first" else seeds
-    if not all(isinstance(seed, int) for seed in _as_list(wanted)):
-        raise UserError(f"seed={wanted}: expected a whole number or a list of them")
     runs = []
     for place, seed in enumerate(dict.fromkeys(_as_list(wanted))):
-        free = place % PERMUTATIONS if len(set(tied.values())) > 1 else 0
+        free = place % NUM_PERMUTATIONS if len(set(tied.values())) > 1 else 0
         for permutation in _as_list(tied.get(seed, free) if config["permutation"] is None else config["permutation"]):
             runs.append((seed, permutation))
     return tuple(runs)
@@ -162,27 +168,14 @@ def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
 
 def _settings(config: Mapping[str, Any], facts: Facts, method: str) -> Settings:
     """The settings of one cell: the configuration with a variant's changes already put over it."""
-    overrides = {name: config[name] for name in CHOICES}
-    try:
-        reading = Reading.of(config["reading"], **overrides)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    trains = bool(get_method(method).trained)
-    # Every variant may bring its own k; facts give the paper's.
-    k = facts.num_demonstrations if config["num_demonstrations"] is None else config["num_demonstrations"]
-    return Settings(
-        num_demonstrations=k,
-        learning_rate=_learning_rate(config, facts, method) if trains else None,
-        limit=config["limit"],
-        clip_norm=float(config["clip_norm"]) if trains else 0.0,
-        layer_clip=config["layer_clip"] if trains else "none",
-        layer_clip_value=None if config["layer_clip_value"] is None else str(config["layer_clip_value"]),
-        switch_labels=config["switch_labels"],
-        switch_fraction=float(config["switch_fraction"]),
-        switch_seed=config["switch_seed"],
-        train_parameters=config["train_parameters"],
-        reading=reading,
-    )
+    given = {name: config[name] for name in SETTINGS}
+    if config["num_demonstrations"] is None:  # every variant may bring its own k; facts give the paper's
+        given["num_demonstrations"] = facts.num_demonstrations
+    if get_method(method).trained:
+        given["lr"] = _learning_rate(config, facts, method)
+    else:  # what only training reads is left at its default, so that such cells are the same cell
+        given |= {name: None for name, known in SETTINGS.items() if known.affects == ("training",)}
+    return Settings.of(config["reading"], **given)
 
 
 def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> float:
@@ -191,4 +184,4 @@ def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> floa
         rate = rate.get(method)
     if rate is None:
         raise UserError(f"no learning rate for method {method} in {config['paper']}; give lr=RATE")
-    return float(rate) * config["lr_scale"]
+    return float(SETTINGS["lr"].check(rate)) * config["lr_scale"]

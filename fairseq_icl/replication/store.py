@@ -3,7 +3,7 @@
     RUN/store.json            format of the folder
     RUN/plans/HASH.json       what was asked for: the cells of each command, by key
     RUN/cells/KEY/            a finished cell: results.parquet, cell.json (its configuration), time.json
-    RUN/observations/KEY.pt   observations that unfinished cells still share
+    RUN/observations/KEY/     observations that unfinished cells still share
     RUN/locks/KEY.lock        held while a process works on KEY
 
 A cell is written into a folder of its own beside its place and renamed in one step, so it is there completely or not
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import sync, write_atomically
 
-FORMAT = 1
+FORMAT = 2
 FOLDERS = ("plans", "cells", "observations", "locks")
 OTHERS = ("store.json", "stand_in", "report")
 """What else may lie in a results folder."""
@@ -104,40 +106,39 @@ class Store:
 
     def finish(self, key: str, write: Callable[[Path], None]) -> None:
         """Store a cell: `write` fills a folder, which becomes the cell's in one step."""
+        self._put(self.cell_folder(key), write)
+
+    def observation_folder(self, key: str) -> Path:
+        """Where an observation that several cells share is kept."""
+        return self.folder / "observations" / key
+
+    def save_observation(self, key: str, write: Callable[[Path], None]) -> None:
+        """Keep an observation; `write` fills the folder it is given."""
+        self._put(self.observation_folder(key), write)
+
+    def drop_observation(self, key: str) -> None:
+        """Forget an observation that no unfinished cell needs, or that is damaged."""
+        shutil.rmtree(self.observation_folder(key), ignore_errors=True)
+
+    def _put(self, place: Path, write: Callable[[Path], None]) -> None:
+        """Make a folder in one step: filled beside its place, synced, renamed."""
         with _clear_errors(self.folder):
-            unfinished = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=self.folder / "cells"))
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
             try:
                 unfinished.chmod(0o755)
                 write(unfinished)
                 for file in unfinished.iterdir():
-                    _sync(file)
-                os.rename(unfinished, self.cell_folder(key))
-                _sync(self.folder / "cells")
-            except UserError as error:  # of the results writer
+                    sync(file)
+                os.rename(unfinished, place)
+                sync(place.parent)
+            except UserError as error:  # of a writer of files
                 raise StoreError(str(error)) from error
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
-    def observation_path(self, key: str) -> Path:
-        """Where an observation that several cells share is kept."""
-        return self.folder / "observations" / f"{key}.pt"
-
-    def save_observation(self, key: str, save: Callable[[Path], None]) -> None:
-        """Keep an observation; `save` writes it to the path it is given."""
-        with _clear_errors(self.folder):
-            path = self.observation_path(key)
-            unfinished = path.with_name(f".{path.name}-{os.getpid()}")
-            try:
-                save(unfinished)
-                os.replace(unfinished, path)
-            except RuntimeError as error:  # how torch reports a full disk
-                raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
-            finally:
-                unfinished.unlink(missing_ok=True)
-
-    def drop_observation(self, key: str) -> None:
-        """Forget an observation that no unfinished cell needs."""
-        self.observation_path(key).unlink(missing_ok=True)
+    def say(self, line: str) -> None:
+        """A line for the user about the folder's state."""
+        print(line, file=sys.stderr, flush=True)
 
     @contextmanager
     def working_on(self, key: str, *, wait: bool = False) -> Iterator[bool]:
@@ -157,34 +158,10 @@ class Store:
     def sweep_unfinished(self) -> None:
         """Remove what killed processes left half-written, unless another process is at it now."""
         for path in [*(self.folder / "cells").glob(".*"), *(self.folder / "observations").glob(".*")]:
-            key = path.name[1:].split("-")[0].removesuffix(".pt")
+            key = path.name[1:].split("-")[0]
             with self.working_on(key) as free:
                 if free:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file completely or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    """Make sure that a file or folder has reached the disk before something that relies on it does."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -1,56 +1,120 @@
 """The task `demonstration_prompting`: demonstrations to fine-tune on or to prompt with, queries to answer."""
 
-import logging
+from dataclasses import field, make_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqDecoder
 from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
+from omegaconf import II, MISSING
 
-from fairseq_icl.checkpoints import BASE_REFERENCE, language_model_config, read_checkpoint, sha256_of
-from fairseq_icl.compat import TASK
-from fairseq_icl.encoding import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
+from fairseq_icl.compat import TASK, flags_of
 from fairseq_icl.errors import UserError
-from fairseq_icl.gradients import GradientControl
+from fairseq_icl.models.checkpoints import BASE_REFERENCE
+from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files
 from fairseq_icl.models.linearized_lm import LinearizedLM
-from fairseq_icl.observe.batches import MAX_TOKENS
-from fairseq_icl.observe.training_queries import observe_training_queries
-from fairseq_icl.prompts.build import PromptSet, build_prompts
+from fairseq_icl.observing.layout import MAX_TOKENS
+from fairseq_icl.observing.probe import observe_training_queries
+from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
-from fairseq_icl.reading import CHOICES, Reading
+from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
-from fairseq_icl.tasks.prompting_config import DemonstrationPromptingConfig
+from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
 
-logger = logging.getLogger(__name__)
+
+def _flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
+    return name, kind, field(default=default, metadata={"help": text, **metadata})
+
+
+TEXT = Optional[str]  # noqa: UP045 - what fairseq's parser knows
+DemonstrationPromptingConfig = make_dataclass(
+    "DemonstrationPromptingConfig",
+    [
+        _flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
+        _flag("dataset", str, MISSING, "name of a dataset of the catalogue (fairseq-icl datasets) or path of a YAML"),
+        ("seed", int, field(default=II("common.seed"))),
+        _flag(
+            "base_model",
+            TEXT,
+            None,
+            "checkpoint of the pretrained model, with dict.txt beside it (default in fairseq-validate: the one that "
+            "the fine-tuned checkpoint names)",
+            argparse_alias="--pretrained",
+        ),
+        _flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
+        # fairseq's own flags; those of files do not admit None in its configuration: hence "".
+        ("bpe", TEXT, field(default=None)),
+        _flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
+        _flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
+        _flag(
+            "sentencepiece_model",
+            str,
+            "",
+            "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)",
+        ),
+        _flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
+        _flag(
+            "reading",
+            ChoiceEnum(list(READINGS)),
+            READINGS[0],
+            "which reading of the protocol sets the flags that differ between the authors' code and the paper",
+        ),
+        *flags_of(FLAG_OF_TASK),
+        _flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
+        _flag(
+            "record_queries",
+            bool,
+            False,
+            "keep the query vectors of the demonstrations in the checkpoint (for attention to training tokens)",
+        ),
+    ],
+    bases=(FairseqDataclass,),
+)
+
+
+def settings_of(cfg: Any) -> Settings:
+    """The settings in the task's configuration; criterions add theirs."""
+    names = [name for name, known in SETTINGS.items() if known.flag_of == FLAG_OF_TASK]
+    given = {name: str(cfg[name]) if SETTINGS[name].choices and cfg[name] else cfg[name] for name in names}
+    return Settings.of(str(cfg.reading), seed=cfg.seed, **given)
+
+
+def files_of(cfg: Any) -> ModelFiles:
+    """The files of the model that the task's configuration names."""
+    if cfg.base_model is None:
+        raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
+    named = {flag: cfg[flag] or None for files in TOKENIZER_FILES.values() for flag in files}
+    return find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
 
 
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
 
-    def __init__(self, cfg: DemonstrationPromptingConfig, dictionary: Dictionary, reading: Reading):
+    def __init__(self, cfg: Any, dictionary: Dictionary, settings: Settings, prompts: Prompts | None = None):
         super().__init__(cfg)
         self.dictionary = dictionary
-        self.reading = reading
+        self.settings = settings
         self.training_queries: dict[int, torch.Tensor] = {}
+        self.control: GradientControl | None = None
         self._decoder: FairseqDecoder | None = None
-        self._gradients: GradientControl | None = None
         self._step: tuple[list[int], float, int] = ([], 0.0, 0)
+        if prompts is not None:
+            self.prompts = prompts
 
     @classmethod
-    def setup_task(cls, cfg: DemonstrationPromptingConfig, **kwargs: Any) -> "DemonstrationPromptingTask":
-        if cfg.base_model is None:
-            raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
-        if not Path(cfg.base_model).is_file():
-            raise UserError(f"{cfg.base_model}: no such checkpoint; check --pretrained, --base-model or --path")
-        load_spec(cfg.dataset)  # an unknown dataset is told before minutes of loading
-        overrides = {name: cfg[name] and str(cfg[name]) for name in CHOICES if name in cfg}
-        dictionary = load_dictionary(cfg.dict or Path(cfg.base_model).parent / "dict.txt")
-        return cls(cfg, dictionary, Reading.of(str(cfg.reading), **overrides))
+    def setup_task(cls, cfg: Any, **given: Any) -> "DemonstrationPromptingTask":
+        """The task; `given` (dictionary, settings, prompts) need not be made again."""
+        if "prompts" not in given:
+            load_spec(cfg.dataset)  # an unknown dataset is told before minutes of loading
+        files = files_of(cfg) if "dictionary" not in given else None
+        dictionary = given.get("dictionary") or (files and files.load_dictionary())
+        return cls(cfg, dictionary, given.get("settings") or settings_of(cfg), given.get("prompts"))
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -65,44 +129,27 @@ class DemonstrationPromptingTask(FairseqTask):
             parser.set_defaults(batch_size=1, max_epoch=1)
 
     @cached_property
-    def base_sha256(self) -> str:
-        """Hash of the base checkpoint."""
-        return sha256_of(self.cfg.base_model)
+    def files(self) -> ModelFiles:
+        """The model's files."""
+        return files_of(self.cfg)
 
     @cached_property
-    def prompts(self) -> PromptSet:
+    def prompts(self) -> Prompts:
         """All token sequences of this dataset, seed and permutation."""
-        cfg = self.cfg
-        return build_prompts(
-            load_spec(cfg.dataset),
-            Path(cfg.data),
-            line_encoder(self.dictionary, tokenizer_of(cfg)),
-            num_demonstrations=cfg.num_demonstrations,
-            seed=cfg.seed,
-            permutation=cfg.permutation,
-            reading=self.reading,
-            max_positions=self.max_positions(),
-            max_validation=cfg.max_validation,
-            limit=cfg.limit,
-            switch_labels=str(cfg.switch_labels),
-            switch_fraction=cfg.switch_fraction,
-            switch_seed=cfg.switch_seed,
-            missing_class=str(cfg.missing_class),
-            bos=self.dictionary.bos(),
-            eos=self.dictionary.eos(),
-        )
+        return build_prompts(load_spec(self.cfg.dataset), Path(self.cfg.data), self.files.writing, self.settings)
 
     def load_dataset(self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any) -> None:
         """ "train" is the demonstrations in fine-tuning order, any other split the queries."""
+        pad = self.dictionary.pad()
         if split == "train":
-            self.datasets[split] = FinetuningDataset(self.prompts.finetuning, self.reading.step_per)
+            self.datasets[split] = FinetuningDataset(self.prompts.finetuning, self.settings.step_per, pad)
         else:
-            self.datasets[split] = QueryDataset(self.prompts.queries)
+            self.datasets[split] = QueryDataset(self.prompts, pad)
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """The model with everything frozen but `--train-parameters`."""
         model = super().build_model(cfg, from_checkpoint)
-        freeze_all_but(model, self.cfg.train_parameters, biases=self.reading.biases == "trained")
+        model.freeze_all_but(self.settings.train_parameters, biases=self.settings.biases == "trained")
         model = LinearizedLM(model.decoder, model.trained_names) if self.cfg.linearize else model
         self._decoder = model.decoder
         return model
@@ -144,19 +191,17 @@ class DemonstrationPromptingTask(FairseqTask):
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         """Gradients are final here (averaged and clipped): limit and record them per layer, then step."""
-        self._control(model).before_step(optimizer, model, update_num, self._step)
+        self._control(model).before_step(optimizer, update_num, self._step)
         self._step = ([], 0.0, 0)
         super().optimizer_step(optimizer, model, update_num)
 
     def _control(self, model: BaseFairseqModel) -> GradientControl:
-        if self._gradients is None:
-            self._gradients = GradientControl(self.cfg, model.decoder)
-        return self._gradients
-
-    def finish_recording(self) -> None:
-        """Write what the gradient record still holds back; at the end of a process that happens by itself."""
-        if self._gradients is not None:
-            self._gradients.flush()
+        if self.control is None:
+            settings, path = self.settings, self.cfg.record_gradients
+            limits = layer_limits(settings.layer_clip, settings.layer_clip_value, model.decoder)
+            recorder = GradientRecorder(model.decoder, Path(path)) if path else None
+            self.control = GradientControl(model.decoder, settings.layer_clip, limits, recorder)
+        return self.control
 
     def valid_step(self, sample: dict[str, Any], model: BaseFairseqModel, criterion: Any) -> Any:
         if not sample:  # a process of several whose share has run out
@@ -171,49 +216,31 @@ class DemonstrationPromptingTask(FairseqTask):
 
     def state_dict(self) -> dict[str, Any]:
         """What a fine-tuned checkpoint says about itself: its base, and the recorded query vectors."""
-        base = {"path": str(self.cfg.base_model), "sha256": self.base_sha256}
-        state = {BASE_REFERENCE: base, "linearized": bool(self.cfg.linearize), "init": str(self.cfg.init)}
+        base = {"path": str(self.cfg.base_model), "sha256": self.files.sha256}
+        state = {BASE_REFERENCE: base, "linearized": bool(self.cfg.linearize), "init": self.settings.init}
         return state | ({"training_queries": self.training_queries} if self.training_queries else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that the base is the one the checkpoint was trained from."""
         trained_from = state_dict.get(BASE_REFERENCE)
-        if trained_from and trained_from["sha256"] != self.base_sha256:
+        if trained_from and trained_from["sha256"] != self.files.sha256:
             raise UserError(
-                f"{self.cfg.base_model}: not the model that was fine-tuned (sha256 {self.base_sha256[:12]}, the "
+                f"{self.cfg.base_model}: not the model that was fine-tuned (sha256 {self.files.sha256[:12]}, the "
                 f"checkpoint names {trained_from['path']} with {trained_from['sha256'][:12]}); "
                 "give the right one with --base-model"
             )
         self.training_queries = state_dict.get("training_queries", {})
 
-    @cached_property
-    def _max_positions(self) -> int:
-        return language_model_config(read_checkpoint(self.cfg.base_model), self.cfg.base_model).max_target_positions
-
     def max_positions(self) -> int:
         """The model's own limit, 2048 for the dense LMs: longer prompts lose demonstrations."""
-        return self._max_positions
+        return self.files.writing.max_positions
 
     @property
     def source_dictionary(self) -> Dictionary:
+        """The model's dictionary."""
         return self.dictionary
 
     @property
     def target_dictionary(self) -> Dictionary:
+        """The same."""
         return self.dictionary
-
-
-def tokenizer_of(cfg: DemonstrationPromptingConfig) -> Any | None:
-    """fairseq's tokenizer `--bpe` with its files, which are looked for beside the checkpoint; None without a name."""
-    folder, files = Path(cfg.base_model).parent, TOKENIZER_FILES.get(cfg.bpe, {})
-    return load_bpe(cfg.bpe, **{flag: str(cfg[flag] or folder / name) for flag, name in files.items()})
-
-
-def freeze_all_but(model: BaseFairseqModel, parts: str, *, biases: bool) -> None:
-    """Only parameters whose name contains one of the comma-separated `parts` learn; biases among them on request."""
-    wanted = [part.strip() for part in parts.split(",") if part.strip()]
-    for name, parameter in model.named_parameters():
-        is_bias = name.endswith(".bias")
-        parameter.requires_grad_(any(part in name for part in wanted) and (biases or not is_bias))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"--train-parameters {parts}: no parameter of the model has such a name")

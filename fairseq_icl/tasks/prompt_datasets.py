@@ -7,28 +7,30 @@ import numpy as np
 import torch
 from fairseq.data import FairseqDataset, data_utils
 
-from fairseq_icl.prompts.build import FinetuningSequence, Query
-from fairseq_icl.prompts.tokens import BOS, PAD
+from fairseq_icl.observing.layout import plan_batches
+from fairseq_icl.prompts import PAD
+from fairseq_icl.prompts.build import FinetuningSequence, Prompts
 
 
 class FinetuningDataset(FairseqDataset):
     """Demonstrations in training order, one item a step (`step_per="demonstration"`) or a scored token ("token")."""
 
-    def __init__(self, sequences: Sequence[FinetuningSequence], step_per: str = "demonstration"):
+    def __init__(self, sequences: Sequence[FinetuningSequence], step_per: str = "demonstration", pad: int = PAD):
         super().__init__()
+        self.pad = pad
         self.items: list[tuple[int, tuple[int, ...], tuple[bool, ...]]] = []
         for sequence in sequences:
             self.items.extend(_steps(sequence, step_per))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, tokens, scored = self.items[index]
-        return language_model_item(index, tokens, scored) | {"row": row}
+        return language_model_item(index, tokens, scored, self.pad) | {"row": row}
 
     def __len__(self) -> int:
         return len(self.items)
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(items)
+        batch = collate(items, self.pad)
         return batch | {"rows": [item["row"] for item in items]} if batch else batch
 
     def num_tokens(self, index: int) -> int:
@@ -54,23 +56,23 @@ class QueryDataset(FairseqDataset):
     Stock criterions see the gold zero-shot sequence; `icl_similarity` takes the queries themselves.
     """
 
-    def __init__(self, queries: Sequence[Query]):
+    def __init__(self, prompts: Prompts, pad: int = PAD):
         super().__init__()
-        self.queries = queries
-        self.lengths = np.array([query.longest for query in queries])
+        self.queries, self.start, self.pad = prompts.queries, prompts.start, pad
+        self.lengths = np.array([query.longest for query in self.queries])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         query = self.queries[index]
-        tokens = (BOS, *query.inputs[query.gold], *query.labels[query.gold])
+        tokens = (*self.start, *query.inputs[query.gold], *query.labels[query.gold])
         scored = [False] * len(tokens)
         scored[-len(query.labels[query.gold]) :] = [True] * len(query.labels[query.gold])
-        return language_model_item(index, tokens, scored) | {"query": query}
+        return language_model_item(index, tokens, scored, self.pad) | {"query": query}
 
     def __len__(self) -> int:
         return len(self.queries)
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(items)
+        batch = collate(items, self.pad)
         if not batch:
             return batch
         return batch | {
@@ -97,34 +99,35 @@ class QueryDataset(FairseqDataset):
         max_sentences: int | None = None,
         required_batch_size_multiple: int = 1,
     ) -> list[list[int]]:
-        """fairseq's batches, with `max_tokens` widened to the longest query, which fairseq would refuse."""
-        if max_tokens is not None:
-            max_tokens = max(max_tokens, int(self.lengths.max(initial=1)))
-        return super().batch_by_size(indices, max_tokens, max_sentences, required_batch_size_multiple)
+        """The package's batches: a number is the same whether fairseq asks for it or somebody else."""
+        chosen = [int(index) for index in indices]
+        limit = max_tokens if max_tokens is not None else int(self.lengths.sum()) + 1
+        batches = plan_batches([self.queries[index] for index in chosen], limit, max_sentences)
+        return [[chosen[place] for place in batch] for batch in batches]
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
         return True
 
 
-def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool]) -> dict[str, Any]:
+def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool], pad: int) -> dict[str, Any]:
     """One next-token item: source (length - 1) and target (length - 1), padded where nothing is scored."""
-    tokens = torch.tensor(tokens)
-    target = tokens[1:].masked_fill(~torch.tensor(scored)[1:], PAD)
-    return {"id": index, "source": tokens[:-1], "target": target, "tokens": tokens}
+    sequence = torch.tensor(tokens)
+    target = sequence[1:].masked_fill(~torch.tensor(scored)[1:], pad)
+    return {"id": index, "source": sequence[:-1], "target": target, "tokens": sequence}
 
 
-def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
     """fairseq's batch of language-model items. An empty list (a short shard) gives an empty batch."""
     if not items:
         return {}
-    target = data_utils.collate_tokens([item["target"] for item in items], PAD)  # (batch, tokens)
+    target = data_utils.collate_tokens([item["target"] for item in items], pad)  # (batch, tokens)
     return {
         "id": torch.tensor([item["id"] for item in items]),
         "nsentences": len(items),
-        "ntokens": int(target.ne(PAD).sum()),
+        "ntokens": int(target.ne(pad).sum()),
         "net_input": {
-            "src_tokens": data_utils.collate_tokens([item["source"] for item in items], PAD),  # (batch, tokens)
+            "src_tokens": data_utils.collate_tokens([item["source"] for item in items], pad),  # (batch, tokens)
             "src_lengths": torch.tensor([len(item["source"]) for item in items]),
         },
         "target": target,

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fairseq_icl.observe.activations import load_activations
+from fairseq_icl.observing.activations import load_activations
 from fairseq_icl.results import means, read_results
 from tests.commands import Result, assert_one_clear_line, run, succeeded
 from tests.world import World

@@ -1,6 +1,6 @@
 """The curve of a pretraining log."""
 
-from fairseq_icl.demo.curve import plot_curve, read_log
+from examples.demo_model.train import plot_curve, read_log
 
 LOG = """\
 x | INFO | train_inner | epoch 001: 1 / 49 loss=9, label_loss=5.28, text_loss=6, level=0, wps=1, num_updates=50, lr=0.1

@@ -4,16 +4,21 @@ from collections import Counter
 
 import pytest
 
+import examples.demo_model
+from examples.demo_model.datasets import ROWS_PER_SPLIT, dataset_rows, write_datasets
+from examples.demo_model.episodes import HELD_OUT
+from examples.demo_model.grammar import is_held_out
 from fairseq_icl.demo import DEMO_DATASETS, demo_data
-from fairseq_icl.demo.datasets import ROWS_PER_SPLIT, dataset_rows, write_datasets
-from fairseq_icl.demo.episodes import HELD_OUT
-from fairseq_icl.demo.grammar import is_held_out
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.prompts.readers import read_split
 
 
 def text_of(row):
     return row["text"] if "text" in row else f"{row['premise']} | {row['hypothesis']}"
+
+
+def test_names_of_the_shipped_datasets_are_those_of_the_held_out_tasks():
+    assert examples.demo_model.DEMO_DATASETS == DEMO_DATASETS == tuple(HELD_OUT)
 
 
 @pytest.mark.parametrize("name", DEMO_DATASETS)
@@ -30,8 +35,7 @@ def test_rows_are_balanced_and_held_out_and_differ_between_splits(name):
 @pytest.mark.parametrize("name", DEMO_DATASETS)
 def test_shipped_files_are_what_the_generator_writes(name, tmp_path):
     write_datasets(tmp_path, seed=1)
-    for split in ("train", "valid"):
-        file = f"{name}/{split}.jsonl"
+    for file in (f"{name}.yaml", f"{name}/train.jsonl", f"{name}/valid.jsonl"):
         assert (demo_data() / file).read_bytes() == (tmp_path / file).read_bytes()
 
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from fairseq_icl.demo.episodes import (
+from examples.demo_model.episodes import (
     FORMATS,
     HELD_OUT,
     HELD_OUT_TEMPLATES,
@@ -16,8 +16,8 @@ from fairseq_icl.demo.episodes import (
     draw_template,
     fill,
 )
-from fairseq_icl.demo.grammar import FAMILY_OF, is_held_out, sentence
-from fairseq_icl.demo.words import BRIDGES, FAMILIES, GROUPS, LABEL_WORDS, NUM_COMMON, PERSONS, SUBJECTS, VERBS
+from examples.demo_model.grammar import FAMILY_OF, is_held_out, sentence
+from examples.demo_model.words import BRIDGES, FAMILIES, GROUPS, LABEL_WORDS, NUM_COMMON, PERSONS, SUBJECTS, VERBS
 
 WIDEST = Level(Level.LAST)
 

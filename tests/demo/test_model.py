@@ -4,9 +4,9 @@ import pytest
 import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
+from examples.demo_model.evaluate import BOS, accuracy, finetune, load_model, tokenize_dataset
+from examples.demo_model.tokenizer import Tokenizer
 from fairseq_icl.demo import DEMO_DATASETS, demo_data, demo_model, demo_tokenizer
-from fairseq_icl.demo.evaluation import BOS, accuracy, finetune, load_model, tokenize_dataset
-from fairseq_icl.demo.tokenizer import Tokenizer
 from fairseq_icl.prompts.catalogue import load_spec
 
 

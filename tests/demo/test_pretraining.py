@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.demo_model.episodes import FORMATS, Episode, Level
+from examples.demo_model.pretraining.batches import BOS, EOS, EpisodeBatches, HeldOutBatches, collate, to_row
+from examples.demo_model.pretraining.task import DemoPretrainingConfig, DemoPretrainingTask
+from examples.demo_model.tokenizer import Tokenizer
 from fairseq_icl.demo import demo_model, demo_tokenizer
-from fairseq_icl.demo.episodes import FORMATS, Episode, Level
-from fairseq_icl.demo.pretraining.batches import BOS, EOS, EpisodeBatches, HeldOutBatches, collate, to_row
-from fairseq_icl.demo.pretraining.task import DemoPretrainingConfig, DemoPretrainingTask
-from fairseq_icl.demo.tokenizer import Tokenizer
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo_model.py"
+CLONE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def test_level_rises_only_when_every_format_is_read_and_survives_a_restart():
 
 
 def test_script_trains_from_nothing_and_the_loss_falls(tmp_path):
-    run = [sys.executable, str(SCRIPT), str(tmp_path), "--max-update", "40", "--every", "40"]
-    subprocess.run(run, check=True, timeout=300)
+    arguments = [str(tmp_path), "--max-update", "40", "--every", "40"]
+    subprocess.run([sys.executable, "-m", "examples.demo_model.train", *arguments], cwd=CLONE, check=True, timeout=300)
     log = (tmp_path / "train.log").read_text()
     losses = [float(loss) for loss in re.findall(r"train_inner.*? label_loss=([\d.]+)", log)]
     assert len(losses) >= 4

@@ -6,10 +6,10 @@ import pytest
 from fairseq.data import Dictionary
 from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
 
+from examples.demo_model.episodes import FORMATS, Level, draw_episode
+from examples.demo_model.tokenizer import Tokenizer, tokenizer_texts, train_tokenizer
+from examples.demo_model.words import GROUPS, LABEL_WORDS
 from fairseq_icl.demo import demo_model, demo_tokenizer
-from fairseq_icl.demo.episodes import FORMATS, Level, draw_episode
-from fairseq_icl.demo.tokenizer import Tokenizer, tokenizer_texts, train_tokenizer
-from fairseq_icl.demo.words import GROUPS, LABEL_WORDS
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 
 from fairseq_icl.checkpoints import read_checkpoint
 from fairseq_icl.gradient_record import read_gradient_record
-from fairseq_icl.observe.activations import load_activations
+from fairseq_icl.observing.activations import load_activations
 from fairseq_icl.results import read_results
 from tests.commands import PLUGIN, run, succeeded
 from tests.golden.folder import Golden

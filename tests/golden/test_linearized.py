@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import load_decoder
-from fairseq_icl.observe.probe import AttentionProbe, AttentionRecord
+from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord
 from fairseq_icl.restore import restore
 from tests.commands import PLUGIN, succeeded
 from tests.commands import run as run_command

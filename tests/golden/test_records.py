@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
-from fairseq_icl.observe import Observation, PrefixCache, concatenate, observe_queries, plan_batches
+from fairseq_icl.observing import Observation, PrefixCache, concatenate, observe_queries, plan_batches
 from fairseq_icl.prompts.build import PromptSet, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.reading import Reading

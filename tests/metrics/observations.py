@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from fairseq_icl.observe.observation import Observation
+from fairseq_icl.observing.observation import Observation
 
 
 def random_observation(

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from fairseq_icl.metrics import attention_outputs as aou
 from fairseq_icl.metrics.cosine import unit
-from fairseq_icl.observe.observation import Observation
+from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation, triples
 
 DIMENSION = 2048

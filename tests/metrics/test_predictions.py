@@ -7,7 +7,7 @@ from hypothesis import given
 
 from fairseq_icl.metrics import predictions
 from fairseq_icl.metrics.registry import Ratio
-from fairseq_icl.observe.observation import Observation
+from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation, triples
 
 

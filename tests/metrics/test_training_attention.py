@@ -7,7 +7,7 @@ import torch
 
 from fairseq_icl.metrics import training_attention as ta
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
-from fairseq_icl.observe.observation import Observation
+from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation
 
 # Rows 7, 8, 9 with 2, 1 and 3 tokens; context: BOS a a EOS b EOS c c c EOS

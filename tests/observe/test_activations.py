@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.observe import PrefixCache, observe_queries
-from fairseq_icl.observe.activations import load_activations, save_activations
+from fairseq_icl.observing import PrefixCache, observe_queries
+from fairseq_icl.observing.activations import load_activations, save_activations
 from tests.observe.tiny import CONTEXT, make_queries, tiny_model
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fairseq_icl.observe import prefix as prefix_module
-from fairseq_icl.observe.prefix import features_on_prefix, run_prefix, supports_prefix
-from fairseq_icl.observe.probe import attention_modules
-from fairseq_icl.observe.queries import PrefixCache, observe_queries
+from fairseq_icl.observing import prefix as prefix_module
+from fairseq_icl.observing.prefix import features_on_prefix, run_prefix, supports_prefix
+from fairseq_icl.observing.probe import attention_modules
+from fairseq_icl.observing.queries import PrefixCache, observe_queries
 from tests.observe.tiny import CONTEXT, make_queries, tiny_model
 
 KINDS = {

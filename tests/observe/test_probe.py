@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fairseq_icl.observe.probe import AttentionProbe, attention_modules
+from fairseq_icl.observing.probe import AttentionProbe, attention_modules
 from tests.observe.tiny import VOCABULARY, tiny_model
 
 TOKENS = torch.arange(4, 4 + 3 * 7).view(3, 7) % VOCABULARY

@@ -9,7 +9,7 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observe import Observation, PrefixCache, attention_modules, concatenate, observe_queries, plan_batches
+from fairseq_icl.observing import Observation, PrefixCache, attention_modules, concatenate, observe_queries, plan_batches
 from fairseq_icl.prompts.build import Query
 from tests.observe.tiny import CONTEXT, make_queries, tiny_model
 

@@ -3,8 +3,8 @@
 import torch
 
 from fairseq_icl.metrics.weight_space import sim_weights
-from fairseq_icl.observe import PrefixCache, attention_modules
-from fairseq_icl.observe.weight_updates import attention_inputs, observe_weight_updates
+from fairseq_icl.observing import PrefixCache, attention_modules
+from fairseq_icl.observing.weight_updates import attention_inputs, observe_weight_updates
 from tests.observe.tiny import CONTEXT, make_queries, tiny_model
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pandas as pd
 from matplotlib.axes import Axes
 
-from fairseq_icl.replication.report.drawing import NAMES, SIMILARITIES, Drawing, draw_lines, legend_below, panels
 from fairseq_icl.replication.report.run import Run
+from fairseq_icl.results.drawing import NAMES, SIMILARITIES, Drawing, draw_lines, legend_below, panels
 
 PERCENT = 100.0
 UNTRAINED = ("accuracy_icl", "accuracy_zsl")
@@ -33,13 +33,13 @@ def accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
 
 def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
     """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
-    points = run.against("learning_rate")
+    points = run.against("lr")
     for metric in ("accuracy_ft", *SIMILARITIES):
         name, unit, scale = _axis(metric)
         yield from _curves(
             points,
             model,
-            "learning_rate",
+            "lr",
             [(metric, name)],
             (f"learning_rate_{metric}", f"{name} against the learning rate"),
             ("learning rate", f"{name} ({unit})", scale),

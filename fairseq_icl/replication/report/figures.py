@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fairseq_icl.replication.report.curves import accuracy_by_k, learning_rates, switched_labels
-from fairseq_icl.replication.report.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
 from fairseq_icl.replication.report.run import Run
+from fairseq_icl.results.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
 
 
 def all_figures(run: Run) -> Iterator[Drawing]:

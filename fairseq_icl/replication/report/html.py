@@ -8,10 +8,10 @@ from html import escape
 
 import pandas as pd
 
-from fairseq_icl.replication.report.drawing import Drawing
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Entry, Table
 from fairseq_icl.replication.report.text import MISSING, NOT_PLANNED, kinds_of
+from fairseq_icl.results.drawing import Drawing
 
 STYLE = """
 :root { color-scheme: light; }

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.gradient_record import heatmap_matrix, read_gradient_record
 from fairseq_icl.replication.store import Store
+from fairseq_icl.results.gradients import heatmap_matrix, read_gradient_record
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds and permutations are averaged over."""
@@ -95,7 +95,7 @@ def load_run(folder: str | Path) -> Run:
         configurations[key] = store.read_json(cell / "cell.json")
         tables.append(read_means(cell / "results.parquet").assign(key=key))
         if (cell / "gradients.parquet").is_file():
-            gradients[key] = heatmap_matrix(read_gradient_record(cell / "gradients.parquet"))
+            gradients[key] = heatmap_matrix(read_gradient_record(cell / "gradients.parquet")[0])
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")

@@ -4,15 +4,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import PACKAGE
 from fairseq_icl.replication.report.run import Run
+from fairseq_icl.settings import nearest
 
-PUBLISHED = Path(__file__).parent.parent.parent / "config" / "published.yaml"
+PUBLISHED = PACKAGE / "config" / "published.yaml"
 AVERAGE = "average"
 PLAIN = "plain run"
 METRICS = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect", "sim_aou")
@@ -64,6 +66,14 @@ class Table:
     reference: str = "published"
     """What the second number of an entry is."""
     notes: tuple[str, ...] = field(default=())
+
+
+def check_tables(names: Sequence[Any]) -> None:
+    """Refuse names of tables that are not published, before anything is computed for them."""
+    known = published_figures()["tables"]
+    for name in names:
+        if name not in known:
+            raise UserError(f"tables={name}: no such published table; {nearest(str(name), known)}")
 
 
 @cache
@@ -215,9 +225,3 @@ def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
     row = average.loc[(variant, metric)]
     mean, sd = _number(row["mean"], scale), _number(row["sd"], scale)
     return Entry(mean, sd, runs=int(row["runs"]), published=reference, keys=tuple(row["keys"]))
-
-
-def coverage_table(run: Run) -> pd.DataFrame:
-    """Finished and planned cells by model, init, dataset and method."""
-    groups = run.planned.groupby(["model", "init", "dataset", "method"], sort=False)["finished"]
-    return groups.agg(finished="sum", planned="size").reset_index()

@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Sequence
 
 from fairseq_icl.replication.report.tables import PLAIN, Entry, Table
+from fairseq_icl.results import text_table
 
 Show = Callable[[Entry, int], str]
 MISSING = "missing"
@@ -69,14 +70,7 @@ def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
 
 def plain(table: Table) -> str:
     """The table for a terminal, without intervals."""
-    lines = grid(table, intervals=False)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [table.title]
-    for line in lines:
-        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        text.append("  ".join([*names, *numbers]).rstrip())
-    return "\n".join([*text, *table.notes])
+    return "\n".join([table.title, text_table(grid(table, intervals=False), names=2), *table.notes])
 
 
 def markdown(table: Table) -> str:

@@ -1,0 +1,1 @@
+"""What can be done with the package; run from the clone, not installed with it."""

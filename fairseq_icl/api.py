@@ -1,0 +1,71 @@
+"""The Python functions of DESIGN: load a model, build prompts, observe, fine-tune, compare, draw.
+
+They are what the fairseq criterion, the replication engine and the benchmark call; a number computed in a notebook, one
+printed by `fairseq-validate` and one in a report come from the same lines of code.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import DEMO_DATA
+from fairseq_icl.models import Model, load_model
+from fairseq_icl.observing import observe
+from fairseq_icl.prompts import build
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.catalogue import find_spec
+from fairseq_icl.results.collector import compare
+from fairseq_icl.results.drawing import layers_figure
+from fairseq_icl.settings import Settings
+from fairseq_icl.training import fine_tuned
+
+__all__ = ["build_prompts", "compare", "fine_tuned", "load_model", "observe", "plot_layers"]
+
+
+def build_prompts(
+    model: Model,
+    dataset: str,
+    *,
+    data: str | Path | None = None,
+    k: int = 32,
+    seed: int = 1,
+    reading: str = "authors",
+    **settings: Any,
+) -> Prompts:
+    """Demonstrations and queries of a dataset in the model's tokens.
+
+    **Arguments**
+    - `dataset`: a name of the catalogue (`fairseq-icl datasets`), or the path of a YAML file of your own.
+    - `data`: folder with the datasets' files; by default the shipped one, which has the demo datasets.
+    - `k`, `seed`: number of demonstrations and seed of their draw.
+    - `reading`: "authors" (what was run) or "paper" (what the text says), for every setting in which they differ.
+    - `settings`: any other setting by name, e.g. `limit=60`, `permutation=1`, `position="query"`,
+      `switch_labels="demonstrations"`; `fairseq_icl.settings` lists them.
+
+    **Returns** `Prompts`: queries, ICL context and fine-tuning sequences.
+    """
+    folder = DEMO_DATA if data is None or str(data) == "demo" else Path(data)
+    for name in ("num_demonstrations", "init"):
+        if name in settings:
+            raise UserError(
+                f"{name}: give {'k=...' if name == 'num_demonstrations' else 'init= to load_model'} instead"
+            )
+    chosen = Settings.of(reading, num_demonstrations=k, seed=seed, init=model.init, **settings)
+    return build.build_prompts(find_spec(dataset, folder), folder, model.writing, chosen)
+
+
+def plot_layers(table: pd.DataFrame, metric: str, path: str | Path | None = None) -> Figure:
+    """A metric by layer with its 95 % interval over examples: one line per method and init of the table.
+
+    **Arguments**
+    - `table`: of `compare`, or several of them joined by `pandas.concat`.
+    - `metric`: a name with one value per layer, e.g. "sim_aou".
+    - `path`: also save the figure there.
+
+    **Returns** a matplotlib figure, which a notebook shows by itself.
+    """
+    return layers_figure(table, metric, path)

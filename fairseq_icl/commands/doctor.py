@@ -1,0 +1,160 @@
+"""`fairseq-icl doctor FOLDER`: what is in a model folder, whether it fits together, and what to do if it does not."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerDecoder
+
+from fairseq_icl.errors import EXIT_CODE, UserError
+from fairseq_icl.models.checkpoints import base_reference, language_model_config, read_checkpoint
+from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
+from fairseq_icl.models.pretrained_lm import load_decoder
+
+TEXT = "The movie was a great surprise."
+CONTINUATION_TOKENS = 8
+
+
+@dataclass
+class Findings:
+    """Lines to print, and how many of them are problems."""
+
+    problems: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def good(self, subject: str, text: str) -> None:
+        self.lines.append(f"  ok       {subject:<14} {text}")
+
+    def bad(self, subject: str, text: str) -> None:
+        self.problems += 1
+        self.lines.append(f"  PROBLEM  {subject:<14} {text}")
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the command; exit code 0 if the folder can be used as it is."""
+    parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder with model.pt, dict.txt and the tokenizer's files (or model)")
+    parser.add_argument("--text", default=TEXT, help="text for the tokenizer's round trip and the continuation")
+    parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
+    arguments = parser.parse_args(argv)
+    findings = examine(arguments.folder, arguments.text, continuation=not arguments.no_continuation)
+    print(f"{arguments.folder}")
+    print("\n".join(findings.lines))
+    if findings.problems:
+        print(f"{findings.problems} problem(s): mend them in the order shown and run the doctor again")
+        return EXIT_CODE
+    print(
+        "ready: fairseq-train --user-dir fairseq_icl --task demonstration_prompting --arch pretrained_lm --pretrained …"
+    )
+    return 0
+
+
+def examine(place: Path, text: str = TEXT, *, continuation: bool = True) -> Findings:
+    """Look at everything in turn; a part that cannot be judged without an earlier one is left out."""
+    findings = Findings()
+    checkpoint = place if place.is_file() else place / "model.pt"
+    state = _try(findings, "checkpoint", lambda: read_checkpoint(checkpoint))
+    if state is None:
+        return findings
+    if reference := base_reference(state):
+        findings.good("checkpoint", f"fine-tuned: {len(state['model'])} trained tensors over {reference['path']}")
+        return findings
+    _describe_model(findings, state, checkpoint)
+    dictionary = _try(findings, "dictionary", lambda: load_dictionary(checkpoint.parent / "dict.txt"))
+    if dictionary is None:
+        return findings
+    fits = _compare_vocabulary(findings, state, dictionary)
+    bpe = _find_tokenizer(findings, checkpoint.parent, dictionary, text)
+    if fits and continuation and not findings.problems:
+        decoder = _try(findings, "weights", lambda: load_decoder(checkpoint, dictionary))
+        if decoder is not None:
+            findings.good("weights", "complete and finite")
+            findings.good("continuation", repr(continue_greedily(decoder, dictionary, bpe, text)))
+    return findings
+
+
+def _try(findings: Findings, subject: str, action: Any) -> Any | None:
+    """The action's result, or None and a finding."""
+    try:
+        return action()
+    except UserError as error:
+        findings.bad(subject, str(error))
+        return None
+
+
+def _describe_model(findings: Findings, state: dict[str, Any], path: Path) -> None:
+    config = _try(findings, "architecture", lambda: language_model_config(state, path))
+    if config is None:
+        return
+    weights = state["model"]
+    unique = {tensor.data_ptr(): tensor.numel() for tensor in weights.values()}
+    precisions = sorted({str(t.dtype).removeprefix("torch.") for t in weights.values() if t.is_floating_point()})
+    kind = "args" if state.get("args") is not None else "cfg"
+    positions = "learned" if config.decoder_learned_pos else "sinusoidal"
+    norm = "with" if "decoder.layer_norm.weight" in weights else "without"
+    findings.good("checkpoint", f"{path.name}, {path.stat().st_size / 2**20:,.1f} MiB, options in '{kind}'")
+    findings.good(
+        "architecture",
+        f"{config.decoder_layers} layers of width {config.decoder_embed_dim}, {config.decoder_attention_heads} heads, "
+        f"{positions} positions up to {config.max_target_positions}, {norm} final layer norm",
+    )
+    findings.good("parameters", f"{sum(unique.values()):,} in {', '.join(precisions)}")
+
+
+def _compare_vocabulary(findings: Findings, state: dict[str, Any], dictionary: Dictionary) -> bool:
+    rows = len(state["model"].get("decoder.embed_tokens.weight", ()))
+    if rows == len(dictionary):
+        findings.good("vocabulary", f"{rows:,} embeddings, {len(dictionary):,} symbols in dict.txt")
+        return True
+    findings.bad(
+        "vocabulary",
+        f"{rows:,} embeddings but {len(dictionary):,} symbols in dict.txt (4 special ones included): "
+        "take the dict.txt out of the same archive as the checkpoint",
+    )
+    return False
+
+
+def _find_tokenizer(findings: Findings, folder: Path, dictionary: Dictionary, text: str) -> Any | None:
+    """The tokenizer whose files are there, tried on `text`."""
+    for name, files in TOKENIZER_FILES.items():
+        present = [file for file in files.values() if (folder / file).is_file()]
+        if not present:
+            continue
+        paths = {flag: str(folder / file) for flag, file in files.items()}
+        bpe = _try(findings, "tokenizer", lambda name=name, paths=paths: load_bpe(name, **paths))
+        ids = bpe and _try(findings, "tokenizer", lambda bpe=bpe: line_encoder(dictionary, bpe)(text))
+        if not ids:
+            return None
+        back = bpe.decode(dictionary.string(ids))
+        unknown = ids.count(dictionary.unk())
+        if unknown > len(ids) / 2 or (not unknown and back.strip() != text.strip()):
+            findings.bad("tokenizer", f"--bpe {name} turns {text!r} into {back!r}: files of another model?")
+            return None
+        returned = f"{unknown} of them unknown" if unknown else "which come back as the same text"
+        findings.good("tokenizer", f"--bpe {name}: {text!r} is {len(ids)} tokens, {returned}")
+        return bpe
+    wanted = " or ".join(f"{' + '.join(files.values())} (--bpe {name})" for name, files in TOKENIZER_FILES.items())
+    findings.bad("tokenizer", f"no tokenizer files in {folder}: put {wanted} there")
+    return None
+
+
+@torch.no_grad()
+def continue_greedily(decoder: TransformerDecoder, dictionary: Dictionary, bpe: Any, text: str) -> str:
+    """The most likely next tokens after `text`, one after the other."""
+    return bpe.decode(
+        dictionary.string(list(_next_tokens(decoder.eval(), dictionary, line_encoder(dictionary, bpe)(text))))
+    )
+
+
+def _next_tokens(decoder: TransformerDecoder, dictionary: Dictionary, ids: list[int]) -> Iterator[int]:
+    tokens = [dictionary.bos(), *ids]
+    for _ in range(CONTINUATION_TOKENS):
+        features = decoder(torch.tensor([tokens]), features_only=True)[0][:, -1]  # (1, dim)
+        tokens.append(int(decoder.output_layer(features).argmax()))
+        if tokens[-1] == dictionary.eos():
+            return
+        yield tokens[-1]

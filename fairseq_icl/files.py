@@ -1,0 +1,102 @@
+"""Files: written completely or not at all, hashed, YAML read as plain data; and where the shipped demo lies."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fairseq_icl.errors import UserError
+
+PACKAGE = Path(__file__).parent
+DEMO_MODEL = PACKAGE / "demo" / "model" / "model.pt"
+"""The shipped checkpoint; `dict.txt` and `sentencepiece.bpe.model` lie beside it."""
+DEMO_DATA = PACKAGE / "demo" / "data"
+"""The shipped datasets: NAME.yaml, NAME/train.jsonl and NAME/valid.jsonl of each."""
+
+
+def write_atomically(path: str | Path, content: str | bytes | memoryview | Callable[[Path], object]) -> None:
+    """Write a file completely or not at all: into a new file beside it, synced, then renamed over it.
+
+    `content` is text, bytes, or a function that writes the file whose path it is given.
+    """
+    path = Path(path)
+    unfinished: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        os.close(handle)
+        unfinished = Path(name)
+        if callable(content):
+            content(unfinished)
+        else:
+            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
+        sync(unfinished)
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); free some space or choose another place"
+        ) from error
+    finally:
+        if unfinished is not None:
+            unfinished.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make sure that a file or folder has reached the disk before something that relies on it does."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: str | Path) -> str:
+    """Hash of a file: what a fine-tuned checkpoint and a result remember of what they came from."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+MAX_YAML_BYTES = 1 << 20
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML as data: no aliases (a few of them can stand for billions of values), no key twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(
+                problem="aliases (*name) are not allowed; write the value out", problem_mark=mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"the key {key.value!r} stands twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The content of a YAML file of the user's; UserError names file, line and problem."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_YAML_BYTES:
+            raise UserError(f"{path}: larger than {MAX_YAML_BYTES >> 20} MiB; that is no file of settings")
+        return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give the path of a YAML file") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error) or type(error).__name__
+        raise UserError(f"{path}{line}: not valid YAML ({problem}); quote texts that hold : or #") from error

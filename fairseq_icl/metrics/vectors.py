@@ -1,0 +1,76 @@
+"""Cosines that are defined everywhere, and random vectors addressed by example.
+
+The cosine with a zero vector is 0, and such cases can be counted. Random numbers are the same however the examples are
+batched, ordered or spread over processes: each is a hash (splitmix64) of a stream name, the example's position in the
+validation set and the component, so baselines need no generator state and a repeated run writes the same bytes.
+"""
+
+import math
+import zlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fairseq_icl.metrics import Similarity
+
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
+MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def cosine(a: Tensor, b: Tensor) -> Similarity:
+    """a.b / (|a| |b|) along the last dimension; 0 where a or b is the zero vector.
+
+    Works in float64: an update is a small difference of large vectors, and its square must not underflow.
+    Both papers' code gives 0 for a zero vector too, by a floor under the product of the norms.
+    """
+    a, b = a.double(), b.double()  # (..., d)
+    norms = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)  # (...)
+    zero = norms == 0
+    value = (a * b).sum(-1) / torch.where(zero, 1.0, norms)
+    return Similarity(value.clamp(-1, 1), zero.long())
+
+
+def unit(vector: Tensor) -> Tensor:
+    """x / |x| along the last dimension; the zero vector stays zero. (..., d) -> (..., d) float64"""
+    vector = vector.double()
+    norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    return vector / torch.where(norm == 0, 1.0, norm)
+
+
+def mean_over_heads(similarity: Similarity) -> Similarity:
+    """(n, layers, heads) -> (n, layers): cosines averaged, zero updates added."""
+    return Similarity(similarity.value.mean(-1), similarity.zero_updates.sum(-1))
+
+
+def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
+    """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64. Not to be written into."""
+    return _uniform(tuple(example.tolist()), shape, stream)
+
+
+def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
+    """Independent standard normal numbers: (n,) example positions -> (n, *shape) float64. Not to be written into."""
+    return _gaussian(tuple(example.tolist()), shape, stream)
+
+
+@lru_cache(maxsize=2)  # the metrics with and without normalising follow each other and use the same draws
+def _uniform(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> Tensor:
+    first = np.array(example, dtype=np.uint64) + (np.uint64(zlib.crc32(stream.encode())) << np.uint64(32))
+    counter = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * GOLDEN_GAMMA  # (size,)
+    bits = _mix(_mix(first)[:, None] + counter)  # (n, size)
+    numbers = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(numbers.reshape(len(example), *shape))
+
+
+@lru_cache(maxsize=2)
+def _gaussian(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> Tensor:
+    """The inverse of the normal distribution function at uniform numbers, kept off 0 where it is -inf."""
+    return torch.special.ndtri(_uniform.__wrapped__(example, shape, stream).clamp_min(2.0**-54))
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64 on an array of uint64."""
+    state = (state ^ (state >> np.uint64(30))) * MULTIPLIERS[0]
+    state = (state ^ (state >> np.uint64(27))) * MULTIPLIERS[1]
+    return state ^ (state >> np.uint64(31))

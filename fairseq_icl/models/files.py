@@ -1,0 +1,216 @@
+"""A model as files: checkpoint, dictionary and tokenizer; and checkpoints of random weights to stand in for one."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.data.encoders import build_bpe
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.tokenizer import tokenize_line
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import DEMO_MODEL, sha256_of
+from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.prompts import Encode, Writing
+
+KNOWN_SHARE = 0.9
+"""Share of a tokenizer's pieces that its own dictionary must hold; another model's holds far fewer."""
+TOKENIZER_FILES = {
+    "gpt2": {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"},
+    "sentencepiece": {"sentencepiece_model": "sentencepiece.bpe.model"},
+}
+"""The flags of fairseq's tokenizers and the names their files have beside a published checkpoint."""
+POSITIONS = 2048
+"""Longest prompt of the dense language models."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's files are."""
+
+    name: str
+    checkpoint: Path
+    dictionary: Path
+    bpe: str | None = None
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)
+    """fairseq's options for the tokenizer's files."""
+
+    def options(self) -> dict[str, Any]:
+        """What fairseq's task must be told to use this model."""
+        named = {"base_model": str(self.checkpoint), "dict": str(self.dictionary), "bpe": self.bpe}
+        return named | {name: str(path) for name, path in self.tokenizer.items()}
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the checkpoint."""
+        return sha256_of(self.checkpoint)
+
+    def load_dictionary(self) -> Dictionary:
+        """The model's dictionary."""
+        return load_dictionary(self.dictionary)
+
+    @cached_property
+    def writing(self) -> Writing:
+        """How the model wants its text written: tokenizer, special symbols, number of positions."""
+        dictionary = self.load_dictionary()
+        bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
+        state = read_checkpoint(self.checkpoint)
+        eos = (dictionary.eos(),)
+        return Writing(
+            encode=line_encoder(dictionary, bpe),
+            max_positions=language_model_config(state, self.checkpoint).max_target_positions,
+            bos=dictionary.bos(),
+            separator=eos,
+            line_break=eos,
+            unknown=dictionary.unk(),
+        )
+
+
+def find_files(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    bpe: str | None = "auto",
+    tokenizer: str | Path | None = None,
+    dictionary: str | Path | None = None,
+    tokenizer_files: Mapping[str, str | Path | None] | None = None,
+) -> ModelFiles:
+    """The files of the model at `path`: a checkpoint, a folder with model.pt, or "demo".
+
+    Dictionary and tokenizer are looked for beside the checkpoint, or in the folder `tokenizer`; single files can be
+    named in `dictionary` and `tokenizer_files`. `bpe="auto"` takes the tokenizer whose files are there.
+    """
+    checkpoint = DEMO_MODEL if str(path) == "demo" else Path(path)
+    checkpoint = checkpoint / "model.pt" if checkpoint.is_dir() else checkpoint
+    if not checkpoint.is_file():
+        raise UserError(f"{checkpoint}: no such checkpoint; give the path of a model.pt, or of the folder it lies in")
+    beside = Path(tokenizer) if tokenizer else checkpoint.parent
+    bpe = find_tokenizer(beside) if bpe == "auto" else bpe
+    if bpe is not None and bpe not in TOKENIZER_FILES:
+        raise UserError(f"bpe={bpe}: not a tokenizer known here; choose from {', '.join(TOKENIZER_FILES)}")
+    named = tokenizer_files or {}
+    return ModelFiles(
+        name=name or ("demo" if checkpoint == DEMO_MODEL else checkpoint.resolve().parent.name) or "model",
+        checkpoint=checkpoint,
+        dictionary=Path(dictionary or beside / "dict.txt"),
+        bpe=bpe,
+        tokenizer={
+            flag: Path(named.get(flag) or beside / file) for flag, file in TOKENIZER_FILES.get(bpe or "", {}).items()
+        },
+    )
+
+
+def find_tokenizer(folder: Path) -> str:
+    """The name of the tokenizer whose files lie in the folder."""
+    for name, files in TOKENIZER_FILES.items():
+        if all((folder / file).is_file() for file in files.values()):
+            return name
+    wanted = " or ".join(f"{' and '.join(files.values())} ({name})" for name, files in TOKENIZER_FILES.items())
+    raise UserError(f"{folder}: no tokenizer files; put {wanted} there, or name the folder that has them (tokenizer)")
+
+
+def line_encoder(dictionary: Dictionary, bpe: Any | None) -> Encode:
+    """line -> ids of its pieces in the dictionary, without EOS; without `bpe` the pieces are its words.
+
+    `bpe` is what fairseq's `build_bpe` returns. Lines that recur (label words, shared inputs) are encoded once.
+    """
+    if bpe is not None:
+        _check_match(dictionary, bpe)
+
+    @lru_cache(maxsize=4096)
+    def encode(line: str) -> tuple[int, ...]:
+        pieces = line if bpe is None else bpe.encode(line)
+        return tuple(dictionary.index(piece) for piece in tokenize_line(pieces))
+
+    return lambda line: list(encode(line))
+
+
+def load_dictionary(path: str | Path) -> Dictionary:
+    """The dictionary in a fairseq dict.txt."""
+    if not Path(path).is_file():
+        raise UserError(
+            f"{path}: no such file; put the dict.txt that came with the model there, or name it (--dict) or its folder "
+            "(model.tokenizer=FOLDER)"
+        )
+    try:
+        return Dictionary.load(str(path))
+    except Exception as error:  # fairseq raises a bare Exception for a wrong encoding
+        raise UserError(f"{path}: not a fairseq dictionary ({error}); its lines must read TOKEN COUNT") from error
+
+
+def load_bpe(name: str | None, **files: str | None) -> Any | None:
+    """fairseq's tokenizer `name` built from its files (`gpt2_encoder_json=...`); None without a name."""
+    if not name:
+        return None
+    for option, path in files.items():
+        flag = f"--{option.replace('_', '-')}"
+        if path is None or not Path(path).is_file():
+            raise UserError(
+                f"{path or flag}: no such file; the tokenizer {name} needs the files that came with the model beside "
+                f"the checkpoint, or named ({flag} FILE, or model.tokenizer=FOLDER)"
+            )
+    options = {"sentencepiece_enable_sampling": False, "sentencepiece_alpha": None} if name == "sentencepiece" else {}
+    try:
+        return build_bpe(Namespace(bpe=name, **files, **options))
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
+        named = ", ".join(map(str, files.values()))
+        raise UserError(f"{named}: not the files of a {name} tokenizer ({error}); download them again") from error
+
+
+def _check_match(dictionary: Dictionary, bpe: Any) -> None:
+    """Refuse BPE files that do not belong together or to the dictionary: they would turn every text into nonsense."""
+    pieces: list[str] = []
+    if hasattr(bpe, "bpe") and hasattr(bpe.bpe, "bpe_ranks"):  # gpt2
+        pieces = [str(number) for number in bpe.bpe.encoder.values()]
+        if any("".join(pair) not in bpe.bpe.encoder for pair in bpe.bpe.bpe_ranks):
+            raise UserError("--gpt2-vocab-bpe has merges that --gpt2-encoder-json does not know; use one model's files")
+    elif hasattr(bpe, "sp"):  # sentencepiece
+        pieces = [bpe.sp.id_to_piece(number) for number in range(bpe.sp.get_piece_size())]
+    known = sum(piece in dictionary for piece in pieces)
+    if known < KNOWN_SHARE * len(pieces):
+        raise UserError(
+            f"the dictionary holds only {known} of the tokenizer's {len(pieces)} pieces: dict.txt and BPE files are of "
+            f"different models; use the files that came with the model"
+        )
+
+
+def random_model_options(shape: Mapping[str, int]) -> Namespace:
+    """Options of a dense language model: pre-norm, gelu, sinusoidal positions, tied embeddings."""
+    return Namespace(
+        arch="transformer_lm_gpt",
+        task="language_modeling",
+        decoder_layers=shape["layers"],
+        decoder_embed_dim=shape["width"],
+        decoder_input_dim=shape["width"],
+        decoder_output_dim=shape["width"],
+        decoder_ffn_embed_dim=shape["ffn"],
+        decoder_attention_heads=shape["heads"],
+        decoder_normalize_before=True,
+        share_decoder_input_output_embed=True,
+        decoder_learned_pos=False,
+        activation_fn="gelu",
+        tokens_per_sample=POSITIONS,
+        max_target_positions=POSITIONS,
+    )
+
+
+def random_model(dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> TransformerLanguageModel:
+    """A model of a dense language model's kind with fairseq's random initialisation."""
+    config = language_model_config({"args": random_model_options(shape)}, "random")
+    both = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TransformerLanguageModel.build_model(config, both)
+
+
+def save_random_model(path: Path, dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> None:
+    """A checkpoint of such a model, in half precision as published."""
+    # fairseq's marker of decoders with a final layer norm is part of the state.
+    state = {name: tensor.half() for name, tensor in random_model(dictionary, shape, seed).state_dict().items()}
+    torch.save({"args": random_model_options(shape), "model": state}, path)

@@ -1,0 +1,172 @@
+"""What one forward pass lets us see: option scores and the activations of one token of each query.
+
+    zsl = observe(model, prompts)
+    icl = observe(model, prompts, in_context=True)
+
+Every number of the package that is read off a model passes through `Observer`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.models import Model
+from fairseq_icl.models.linearized_lm import LinearizedLM
+from fairseq_icl.observing.layout import Layout, lay_out, plan_batches
+from fairseq_icl.observing.observation import Observation, concatenate
+from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
+from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord
+from fairseq_icl.prompts.build import Prompts, Query
+
+__all__ = ["Observation", "Observer", "observe"]
+
+Seen = tuple[Tensor, AttentionRecord, Tensor | None]
+"""Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, context (n, L, P)."""
+
+
+def observe(
+    model: Model, prompts: Prompts, *, in_context: bool = False, progress: bool = False, limit: int | None = None
+) -> Observation:
+    """What `model` shows on every query of `prompts`, in their order.
+
+    **Arguments**
+    - `model`: of `load_model`, or the fine-tuned one of `fine_tuned`.
+    - `prompts`: of `build_prompts`; `prompts.settings.position` says which token's activations are recorded.
+    - `in_context`: after the demonstrations (ICL), which run once for all queries; otherwise after BOS alone.
+    - `progress`: show a progress bar.
+    - `limit`: only the first so many queries.
+
+    **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32.
+    """
+    queries = prompts.queries[:limit]
+    observer = Observer(model, prompts, in_context=in_context)
+    batches = plan_batches(queries)
+    shown = tqdm(batches, desc="ICL" if in_context else "ZSL or FT", unit="batch", disable=not progress)
+    parts = [observer([queries[index] for index in batch]) for batch in shown]
+    order = torch.tensor([index for batch in batches for index in batch]).argsort()
+    return concatenate(parts).take(order)
+
+
+class Observer:
+    """Observes queries of one set of prompts in one setting; what they share, the prefix, is computed once.
+
+    Keep it only as long as the model's weights do not change.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Prompts,
+        *,
+        in_context: bool = False,
+        context_row: bool | None = None,
+        whole_prompt: bool = False,
+    ) -> None:
+        """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: do not use a prefix."""
+        self.model, self.prompts = model, prompts
+        self.context = prompts.context if in_context else prompts.start
+        self.context_row = in_context if context_row is None else context_row
+        self._in_context = in_context and not whole_prompt
+        self._prefix: Prefix | None = None
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """Keys and values of the demonstrations; None in zero-shot, or if this model's attention cannot run on one."""
+        if self._prefix is None and self._in_context:
+            decoder = self.model.lm.decoder
+            # A prefix kept from an earlier pass would have no tangents in the linearized model.
+            moved = isinstance(self.model.lm, LinearizedLM) and self.model.weights is None
+            if moved or not supports_prefix(decoder):
+                self._in_context = False
+            else:
+                with torch.no_grad():
+                    self._prefix = self.model.evaluate(lambda: run_prefix(decoder, self.context))
+        return self._prefix
+
+    @torch.no_grad()
+    def __call__(self, queries: Sequence[Query]) -> Observation:
+        """What the model shows on one batch of queries."""
+        model, decoder = self.model, self.model.lm.decoder
+        layout = lay_out(queries, self.prompts.settings.position)
+        if self.prefix is None:
+            run = _whole_prompt(decoder, layout, self.context, self.context_row)
+        else:
+            run = _on_prefix(decoder, layout, self.prefix, self.context_row)
+        was_training = model.lm.training
+        model.lm.eval()
+        logits, record, context_scores = model.evaluate(run)
+        model.lm.train(was_training)
+        log_probs = decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu()
+        scores = layout.option_scores(log_probs)
+        _check_scores(scores, queries)
+        return Observation(
+            row=torch.tensor([query.row for query in queries]),
+            gold=torch.tensor([query.gold for query in queries]),
+            option_logprobs=scores,
+            prediction=torch.from_numpy(scores.numpy().argmax(axis=1)),  # numpy promises the first one on ties
+            attention_output=record.output.float().cpu(),
+            attention_row=_right_aligned(record.scores.float().cpu(), layout.recorded_position + 1),
+            query_length=layout.recorded_position + 1,
+            query_vector=record.query.float().cpu(),
+            context_row=None if context_scores is None else context_scores.float().cpu(),
+            training_queries=model.training_queries,
+            method=model.method,
+            init=model.init,
+        )
+
+
+def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
+    """Refuse options scored NaN, (n, C): a prediction made from them would look like any other."""
+    for query, bad in zip(queries, scores.isnan().any(dim=1).tolist(), strict=True):
+        if bad:
+            raise UserError(
+                f"row {query.row} (from 0) of the validation file is scored NaN: numbers overflow in the model; "
+                "take another checkpoint, or fine-tune with a lower --lr"
+            )
+
+
+def _whole_prompt(
+    decoder: torch.nn.Module, layout: Layout, context: tuple[int, ...], context_row: bool
+) -> Callable[[], Seen]:
+    """The plain pass: context and query in one sequence, by the decoder's own code."""
+    device = next(decoder.parameters()).device
+    tokens = layout.tokens(before=context).to(device)
+    start = len(context)
+
+    def run() -> Seen:
+        probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position + start)
+        with probe, positions_from(decoder, 0):
+            features = decoder.extract_features(tokens, None)[0]
+        logits = decoder.output_layer(features[layout.logit_sequence, layout.logit_position + start])
+        record = probe.record()
+        own = record._replace(scores=record.scores[..., start:])
+        return logits, own, record.scores[..., :start].sum(dim=2) if context_row else None
+
+    return run
+
+
+def _on_prefix(decoder: torch.nn.Module, layout: Layout, prefix: Prefix, context_row: bool) -> Callable[[], Seen]:
+    """The shared-prefix pass: only the tokens after the context."""
+    tokens = layout.tokens().to(next(decoder.parameters()).device)
+
+    def run() -> Seen:
+        probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position, start=prefix.length)
+        with probe:
+            features = features_on_prefix(decoder, tokens, prefix)
+        logits = decoder.output_layer(features[layout.logit_sequence, layout.logit_position])
+        record = probe.record()
+        return logits, record, prefix.scores(record.query) if context_row else None
+
+    return run
+
+
+def _right_aligned(scores: Tensor, lengths: Tensor) -> Tensor:
+    """Each row's first `length` columns moved to the right end, zeros on the left: (n, L, H, Q), Q the longest."""
+    columns = int(lengths.max())
+    aligned = scores.new_zeros(*scores.shape[:-1], columns)
+    for row, given, length in zip(aligned, scores, lengths.tolist(), strict=True):
+        row[..., columns - length :] = given[..., :length]
+    return aligned

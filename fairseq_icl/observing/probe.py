@@ -1,0 +1,165 @@
+"""Hooks on the self-attention of a decoder: what it put out and looked at, for chosen tokens.
+
+They work on any path of fairseq's attention (fused, Python, replaced) because they read only the module's input and
+output. The model's outputs do not change by one bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+
+Attention = Any
+"""A self-attention module: fairseq's, or one with `queries_keys_values` (see there), `out_proj`, `num_heads`."""
+
+
+def attention_modules(decoder: Any) -> list[Attention]:
+    """The self-attention modules of a decoder, bottom first; as many as it has layers, or an error."""
+    modules = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
+    if len(modules) != len(decoder.layers):
+        raise TypeError(
+            f"{len(decoder.layers)} layers, but {len(modules)} of them have a self_attn that can be observed"
+        )
+    return modules
+
+
+def is_plain(module: Attention) -> bool:
+    """Whether the module is fairseq's own attention without extras, so that the formulas here are what it computes."""
+    return (
+        type(module) is MultiheadAttention
+        and module.self_attention
+        and module.bias_k is None
+        and not module.add_zero_attn
+        and not module.use_xformers
+    )
+
+
+def queries_keys_values(module: Attention, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The one question that a family of models must answer: queries (scaled), keys and values, each (B, H, T, D).
+
+    `x` (T, B, d) is what the module receives, `start` the number of positions before it (for rotary positions).
+    Another family's module has a method of this name; fairseq's own does not care about positions.
+    """
+    if not isinstance(module, MultiheadAttention):
+        query, key, value = module.queries_keys_values(x, start)
+        return query, key, value
+    rows = x.transpose(0, 1)  # (B, T, d)
+    heads = (module.num_heads, module.head_dim)
+    query = (module.q_proj(rows) * module.scaling).unflatten(2, heads).transpose(1, 2)
+    key = module.k_proj(rows).unflatten(2, heads).transpose(1, 2)
+    value = module.v_proj(rows).unflatten(2, heads).transpose(1, 2)
+    return query, key, value
+
+
+class AttentionRecord(NamedTuple):
+    """What the probe saw at n chosen tokens of L layers."""
+
+    output: Tensor  # (n, L, d) attention output with output projection and bias, before the residual
+    query: Tensor  # (n, L, d) query vector, heads concatenated, times head_dim ** -0.5
+    scores: Tensor  # (n, L, H, K) query . key of every token of the sequence, before mask and softmax
+
+
+class AttentionProbe:
+    """Context manager: while it is open, forward passes of `decoder` are recorded at the chosen tokens.
+
+    Token i is number `positions[i]` of sequence `sequences[i]` of the batch. `record()` gives what was seen.
+    """
+
+    def __init__(self, decoder: nn.Module, sequences: Tensor, positions: Tensor, start: int = 0) -> None:
+        """`start`: number of positions before the first token of the batch (those of a shared prefix)."""
+        self.modules = attention_modules(decoder)
+        self.start = start
+        self.sequences = sequences  # (n,)
+        self.positions = positions  # (n,)
+        self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> "AttentionProbe":
+        self._hooks = [module.register_forward_hook(self._look, with_kwargs=True) for module in self.modules]
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def record(self) -> AttentionRecord:
+        """The last forward pass, layers stacked."""
+        per_layer = [self._seen[module] for module in self.modules]
+        return AttentionRecord(*(torch.stack(layers, dim=1) for layers in zip(*per_layer, strict=True)))
+
+    def _look(self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> None:
+        x = _input(args, kwargs)  # (T, B, d)
+        output = result[0][self.positions, self.sequences]  # (n, d)
+        if isinstance(module, MultiheadAttention):
+            query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
+            scores = key_scores(module, query, x[:, self.sequences])
+        else:
+            queries, keys, _ = queries_keys_values(module, x, self.start)
+            query = queries[self.sequences, :, self.positions]  # (n, H, D)
+            scores = torch.einsum("nhd,nhkd->nhk", query, keys[self.sequences])
+            query = query.flatten(1)
+        self._seen[module] = (output, query, scores)
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a self-attention module is called with: (T, B, d)."""
+    x: Tensor = kwargs["query"] if "query" in kwargs else args[0]
+    return x
+
+
+def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Tensor:
+    """Per head q . (W x + b) = (q W) . x + q . b, for each of n queries over its own K inputs x: (n, H, K).
+
+    `query` is (n, d), `inputs` (K, n, d). Multiplying in this order never forms the keys, which would cost as much
+    as the projection did in the model itself.
+    """
+    heads = query.unflatten(1, (module.num_heads, module.head_dim))  # (n, H, d/H)
+    weight = module.k_proj.weight.unflatten(0, (module.num_heads, module.head_dim))  # (H, d/H, d)
+    scores = torch.einsum("nhd,knd->nhk", torch.einsum("nhe,hed->nhd", heads, weight), inputs)
+    if module.k_proj.bias is None:
+        return scores
+    bias = module.k_proj.bias.unflatten(0, (module.num_heads, module.head_dim))  # (H, d/H)
+    return scores + (heads * bias).sum(-1, keepdim=True)
+
+
+@contextmanager
+def attention_inputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """A list that fills with what each layer's self-attention receives, (T, B, d), while the decoder runs."""
+    inputs: list[Tensor] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(_input(args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in attention_modules(decoder)]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def observe_training_queries(model: Any, tokens: Tensor) -> Tensor:
+    """(layers, tokens, d): scaled queries, heads concatenated, of one sequence `tokens` (BOS and label included).
+
+    As the model being fine-tuned sees them, just before it learns from the sequence.
+    """
+    decoder = model.decoder
+
+    def run() -> Tensor:
+        with attention_inputs(decoder) as inputs:
+            decoder(tokens[None].to(next(decoder.parameters()).device), features_only=True)
+        queries = []
+        for module, x in zip(attention_modules(decoder), inputs, strict=True):
+            if isinstance(module, MultiheadAttention):
+                queries.append(module.q_proj(x[:, 0]) * module.scaling)
+            else:
+                queries.append(queries_keys_values(module, x, 0)[0][0].transpose(0, 1).flatten(1))
+        return torch.stack(queries)
+
+    seen: Tensor = model.evaluate(run).float().cpu()
+    return seen

@@ -1,0 +1,83 @@
+"""The model that a configuration (config/model/*.yaml) names; or, in its place, one of random weights of its shape."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import DEMO_MODEL, write_atomically
+from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files, load_dictionary, save_random_model
+from fairseq_icl.settings import nearest
+
+SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
+MAX_SHAPE = 1 << 20
+"""Larger numbers in a shape are a slip of the finger."""
+
+
+def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> ModelFiles:
+    """The files that a model configuration names; a random stand-in is made in `folder` unless `make` is False."""
+    if config["bpe"] is not None and config["bpe"] not in TOKENIZER_FILES:
+        raise UserError(f"model.bpe={config['bpe']}: {nearest(config['bpe'], TOKENIZER_FILES)}")
+    checkpoint = DEMO_MODEL if config["path"] == "demo" else Path(config["path"])
+    beside = Path(config["tokenizer"]) if config["tokenizer"] else None
+    if config["random"]:
+        dictionary = (beside or checkpoint.parent) / "dict.txt"
+        checkpoint = make_stand_in(config, folder, dictionary, make=make)
+        beside = dictionary.parent
+    elif not checkpoint.exists():
+        raise UserError(
+            f"{checkpoint}: no such checkpoint; unpack the model there, set FAIRSEQ_ICL_MODELS to the folder of your "
+            "models, give model=PATH/model.pt, or model.random=true for random weights of that shape"
+        )
+    if config["random"] and not make:  # only looked at, not made yet
+        files = {flag: Path(beside or "") / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
+        return ModelFiles(config["name"], checkpoint, Path(beside or "") / "dict.txt", config["bpe"], files)
+    files = find_files(checkpoint, name=config["name"], bpe=config["bpe"], tokenizer=beside)
+    for path in (files.dictionary, *files.tokenizer.values()):
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file; put the model's dict.txt and tokenizer files there, or name the folder that "
+                "has them: model.tokenizer=FOLDER"
+            )
+    return files
+
+
+def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, make: bool) -> Path:
+    """A checkpoint of the shape with random weights, unless it is there; several processes may ask for it at once."""
+    shape = config["shape"]
+    if shape is None:
+        raise UserError("model.random=true needs model.shape; choose a model of config/model with a size")
+    for key, value in shape.items():
+        if key not in SHAPE_KEYS or isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_SHAPE:
+            raise UserError(f"model.shape.{key}={value}: must be a whole number from 1 of {', '.join(SHAPE_KEYS)}")
+    symbols = load_dictionary(dictionary)
+    # The name says what is in it: another shape, or another dictionary, is another file.
+    content = json.dumps([sorted(shape.items()), len(symbols)])
+    path = folder / "stand_in" / f"{config['name']}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.pt"
+    if make and not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):
+                if not path.is_file():
+                    write_atomically(path, lambda unfinished: save_random_model(unfinished, symbols, shape))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path}: cannot be written ({error}); choose another out=DIR") from error
+    return path
+
+
+def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
+    """Layers, width, heads, feed-forward width and vocabulary: the checkpoint's own, or the configuration's."""
+    if not files.checkpoint.is_file():
+        return dict(config["shape"])
+    found = language_model_config(read_checkpoint(files.checkpoint), files.checkpoint)
+    return {
+        "layers": found.decoder_layers,
+        "width": found.decoder_embed_dim,
+        "heads": found.decoder_attention_heads,
+        "ffn": found.decoder_ffn_embed_dim,
+        "vocabulary": len(load_dictionary(files.dictionary)),
+    }

@@ -1,0 +1,66 @@
+"""Bootstrap confidence intervals of means and quotients over examples."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean with its percentile interval; arrays (layers,) or numbers."""
+
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@lru_cache(maxsize=4)  # all metrics of a table share one of a few numbers of examples
+def resampling_counts(num_examples: int, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
+    """How often each example is drawn in each resample with replacement: (resamples, n)."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(num_examples, size=(resamples, num_examples))
+    offsets = num_examples * np.arange(resamples)[:, None]
+    counts = np.bincount((drawn + offsets).ravel(), minlength=resamples * num_examples)
+    return counts.reshape(resamples, num_examples).astype(np.float64)
+
+
+def bootstrap_ratio(numerator: np.ndarray, denominator: np.ndarray, counts: np.ndarray) -> tuple[Estimate, Estimate]:
+    """sum(numerator) / sum(denominator) over examples for every layer, and the mean of these over layers.
+
+    (n, layers), (n, layers), counts (resamples, n) -> estimates of shape (layers,) and (). A layer whose denominators
+    sum to zero is NaN and takes no part in the mean; so are resamples without a single defined example.
+    """
+    value, over_layers = _quotients(numerator.sum(0, keepdims=True), denominator.sum(0, keepdims=True))
+    drawn, drawn_over_layers = _quotients(counts @ numerator, counts @ denominator)
+    return (
+        Estimate(value[0], *_interval(drawn)),
+        Estimate(over_layers[0], *_interval(drawn_over_layers)),
+    )
+
+
+def _quotients(sums: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """sums / weights, (resamples, layers), and the means over the defined layers, (resamples,)."""
+    defined = weights > 0
+    quotients = np.divide(sums, weights, out=np.full_like(sums, np.nan), where=defined)
+    num_defined = defined.sum(1)
+    total = np.where(defined, quotients, 0.0).sum(1)
+    return quotients, np.divide(total, num_defined, out=np.full_like(total, np.nan), where=num_defined > 0)
+
+
+def _interval(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The middle 95 % of the defined resamples: (resamples, ...) -> 2 x (...), NaN where none is defined.
+
+    Rounded to ten decimals: the last digits depend on how many threads the matrix product used.
+    """
+    tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    columns = drawn.reshape(len(drawn), -1).T
+    limits = np.full((2, len(columns)), np.nan)
+    for i, column in enumerate(columns):
+        defined = column[~np.isnan(column)]
+        if len(defined):
+            limits[:, i] = np.quantile(defined, tails)
+    low, high = limits.round(10).reshape(2, *drawn.shape[1:])
+    return low, high

@@ -1,0 +1,299 @@
+"""From observations to the tidy table: `compare` for whole sets, `Collector` batch by batch with no activation kept.
+
+What is not defined has no row and is counted instead: `zero_updates_NAME` is the number of cosines that were set to 0
+because one of the vectors was zero, `undefined_NAME` the number of values left out (a quotient over no example, or
+activations that are not finite because training diverged).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from fairseq_icl.metrics import Observation, Outcome, Ratio, Similarity, default_names, get_metric
+from fairseq_icl.metrics.predictions import prediction_sets
+from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
+from fairseq_icl.metrics.weight_space import WeightUpdates
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.results import Rows
+from fairseq_icl.results.bootstrap import bootstrap_ratio, resampling_counts
+from fairseq_icl.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TRAINING_EXAMPLES = 100  # the authors look at attention to training tokens for the first 100 examples
+
+
+def compare(
+    prompts: Prompts,
+    zsl: Any,
+    icl: Any,
+    ft: Any | None = None,
+    *,
+    other_ft: Any | None = None,
+    metrics: Sequence[str] | None = None,
+    weights: WeightUpdates | None = None,
+) -> pd.DataFrame:
+    """Every metric on observations of the same queries, as a tidy table.
+
+    **Arguments**
+    - `zsl`, `icl`, `ft`: what `observe` returned of each setting; without `ft`, the metrics that need none.
+    - `other_ft`: a second fine-tuned model; adds `alpha`, the SimAM_delta between the two.
+    - `metrics`: names; by default all that the observations allow, but for `sim_weights`, which needs `weights`.
+
+    **Returns** the columns of `fairseq_icl.results.COLUMNS`: dataset, seed, permutation, method, init, metric, layer,
+    example, value, low, high. Means over examples have no `example` but a 95 % bootstrap interval [low, high].
+    """
+    settings = prompts.settings
+    collector = Collector(metrics, settings)
+    recorded = getattr(ft, "training_queries", None)
+    if recorded and any("attention" in metric.needs for metric in collector.metrics.values()):
+        collector.training = training_tokens(prompts, recorded)
+    collector.add(torch.arange(len(zsl)), zsl, icl, ft, other_ft=other_ft, weights=weights)
+    method = "none" if ft is None else ft.method
+    return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
+
+
+def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> TrainingTokens | None:
+    """The demonstration tokens that fine-tuning and the prompt share, with their recorded query vectors.
+
+    `recorded`: row of the train file -> (layers, tokens, width), BOS included. None, with a warning, where the two
+    sides cannot be paired: labels of another length were switched in, or nothing fitted into the prompt.
+    """
+    queries = torch.cat(list(recorded.values()), dim=1)
+    lengths = [tokens.size(1) for tokens in recorded.values()]
+    try:
+        return TrainingTokens.align(queries, list(recorded), lengths, prompts.context_rows, prompts.context_spans)
+    except ValueError as error:
+        logger.warning("attention to training tokens is left out: %s", error)
+        return None
+
+
+class Series:
+    """Values of one metric: numerator and denominator an example and layer, so that means and quotients are alike.
+
+    A plain value has the denominator 1, or 0 if it is not finite. Reading a property sorts by example and drops
+    repetitions, so the order of batches and examples seen twice (fairseq's padding of shards) do not matter.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts: list[tuple[np.ndarray, ...]] = []
+        self.is_ratio = self.is_per_layer = self.counts_zero_updates = False
+
+    def append(self, example: Tensor, outcome: Outcome) -> None:
+        """Take in a metric's outcome for examples (n,)."""
+        zero_updates = None
+        if isinstance(outcome, Ratio):
+            numerator, denominator = (_columns(part) for part in outcome)
+            self.is_ratio = True
+        else:
+            if isinstance(outcome, Similarity):
+                outcome, zero_updates = outcome
+                self.counts_zero_updates = True
+            self.is_per_layer = outcome.ndim == 2
+            value = _columns(outcome)
+            denominator = np.isfinite(value).astype(np.float64)
+            numerator = np.where(denominator > 0, value, 0.0)
+        if len(numerator) != len(example):
+            raise ValueError(f"{self.name}: {len(numerator)} values for {len(example)} examples")
+        zeros = np.zeros(len(numerator)) if zero_updates is None else _columns(zero_updates).sum(1)
+        self.parts.append((example.cpu().numpy(), numerator, denominator, zeros))
+
+    def extend(self, other: "Series") -> None:
+        """Take in another series of the same metric."""
+        self.parts += other.parts
+        self.is_ratio |= other.is_ratio
+        self.is_per_layer |= other.is_per_layer
+        self.counts_zero_updates |= other.counts_zero_updates
+
+    @property
+    def examples(self) -> np.ndarray:
+        """(n,) positions in the validation set, ascending"""
+        return self._column(0)
+
+    @property
+    def numerator(self) -> np.ndarray:
+        """(n, layers), with one column if the metric has no layers"""
+        return self._column(1)
+
+    @property
+    def denominator(self) -> np.ndarray:
+        """(n, layers)"""
+        return self._column(2)
+
+    @property
+    def zero_updates(self) -> np.ndarray:
+        """(n,) cosines that were 0 by definition"""
+        return self._column(3)
+
+    @property
+    def values(self) -> np.ndarray:
+        """(n, layers) numerator / denominator, NaN where not defined"""
+        numerator, denominator = self.numerator, self.denominator
+        return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
+
+    def _column(self, index: int) -> np.ndarray:
+        if len(self.parts) > 1:
+            joined = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
+            _, first = np.unique(joined[0], return_index=True)
+            self.parts = [tuple(column[first] for column in joined)]
+        elif len(self.parts) == 1 and not (np.diff(self.parts[0][0]) > 0).all():
+            _, first = np.unique(self.parts[0][0], return_index=True)
+            self.parts = [tuple(column[first] for column in self.parts[0])]
+        return self.parts[0][index]
+
+
+def _columns(values: Tensor) -> np.ndarray:
+    """(n,) or (n, layers) -> (n, 1) or (n, layers) float64"""
+    array = values.detach().double().cpu().numpy()
+    return array.reshape(len(array), -1) if array.ndim == 1 else array
+
+
+class ByName(dict[str, Series]):
+    """Series by name; one that is asked for and missing is begun."""
+
+    def __missing__(self, name: str) -> Series:
+        return self.setdefault(name, Series(name))
+
+
+class Seen:
+    """The values collected so far, by name. Small, and can be sent between processes."""
+
+    def __init__(self) -> None:
+        self.metrics = ByName()
+        self.labels = ByName()
+        self.sets = ByName()
+
+    def extend(self, other: "Seen") -> None:
+        """Take in what another has seen."""
+        for mine, theirs in ((self.metrics, other.metrics), (self.labels, other.labels), (self.sets, other.sets)):
+            for name, series in theirs.items():
+                mine[name].extend(series)
+
+
+class Collector:
+    """Computes metrics as examples come in and keeps one number an example and layer.
+
+    **Arguments**
+    - `names`: metrics to compute, by default all that the given observations allow.
+    - `settings`: decide what names such as `sim_am_delta` and `sim_aou_random` mean; by default the authors'.
+    - `training`: training tokens, for the metrics on attention to them; computed for the first `training_examples`.
+    - `seed`: of the bootstrap.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] | None = None,
+        settings: Settings | None = None,
+        training: TrainingTokens | None = None,
+        training_examples: int = TRAINING_EXAMPLES,
+        seed: int = 0,
+    ) -> None:
+        self.metrics = {name: get_metric(name, settings) for name in names or default_names(settings)}
+        self.training = training
+        self.training_examples = training_examples
+        self.seed = seed
+        self.seen = Seen()
+
+    def add(
+        self,
+        example: Tensor | Sequence[int],
+        zsl: Observation,
+        icl: Observation,
+        ft: Observation | None = None,
+        *,
+        other_ft: Observation | None = None,
+        weights: WeightUpdates | None = None,
+    ) -> None:
+        """Take in one batch; `example` (n,) are positions in the validation set. An example added twice counts once.
+
+        `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
+        """
+        example = torch.as_tensor(example, dtype=torch.long)
+        settings = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
+        attention = self._training_attention(example, icl, ft)
+        given = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
+        extras: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        for name, metric in self.metrics.items():
+            if set(metric.settings) <= settings.keys() and set(metric.needs) <= extras.keys():
+                observations = [settings[setting] for setting in metric.settings]
+                outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
+                seen = extras["attention"].example if "attention" in metric.needs else example
+                self.seen.metrics[name].append(seen, outcome)
+        self._add_predictions(example, settings)
+
+    def merge(self, other: "Collector | Seen") -> "Collector":
+        """Take in what another collector, or that of another process (its `seen`), has seen; returns self."""
+        self.seen.extend(other.seen if isinstance(other, Collector) else other)
+        return self
+
+    def table(
+        self, dataset: str = "", seed: int = 0, permutation: int = 0, method: str = "none", init: str = "pretrained"
+    ) -> pd.DataFrame:
+        """The tidy table: for each metric its means (`example` missing), then one row an example and layer.
+
+        Means have the columns `low` and `high`, the 95 % bootstrap interval over examples. A mean over all layers,
+        and a metric that has none, has a missing `layer`. Metrics ending in `_f2t` are means over the examples that
+        are wrong under ZSL and right under ICL and FT.
+        """
+        rows = Rows()
+        for name, series in self.seen.metrics.items():
+            self._add_metric(rows, name, series)
+        for name, series in self.seen.labels.items():
+            rows.add_examples(name, series.examples, series.values)
+        for name, series in self.seen.sets.items():
+            rows.add_count(name, series.values.sum())
+        if "gold" in self.seen.labels:
+            rows.add_count("examples", len(self.seen.labels["gold"].examples))
+        if self.training is not None:
+            rows.add_count("training_tokens", len(self.training.demonstration))
+            rows.add_count("top_tokens", self.training.used_top_tokens)
+            rows.add_count("top_examples", self.training.used_top_examples)
+        return rows.frame(dataset=dataset, seed=seed, permutation=permutation, method=method, init=init)
+
+    def _training_attention(
+        self, example: Tensor, icl: Observation, ft: Observation | None
+    ) -> TrainingAttention | None:
+        """Attention to training tokens of those examples of the batch that are among the first `training_examples`."""
+        chosen = torch.nonzero(example < self.training_examples).flatten()
+        if self.training is None or ft is None or len(chosen) == 0:
+            return None
+        return TrainingAttention.of(example[chosen], icl.take(chosen), ft.take(chosen), self.training)
+
+    def _add_predictions(self, example: Tensor, settings: dict[str, Observation]) -> None:
+        for name, observation in settings.items():
+            self.seen.labels[f"prediction_{name}"].append(example, observation.prediction)
+        self.seen.labels["gold"].append(example, settings["zsl"].gold)
+        if "ft" in settings:
+            for name, members in prediction_sets(**settings)._asdict().items():
+                self.seen.sets[name].append(example, members)
+
+    def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
+        """Means, counts and single values of one metric."""
+        values = series.values  # (n, layers) or (n, 1)
+        self._add_means(rows, name, series, np.ones(len(series.examples), dtype=bool))
+        rows.add_examples(name, series.examples, values, series.is_per_layer)
+        if series.counts_zero_updates:
+            rows.add_count(f"zero_updates_{name}", series.zero_updates.sum())
+        if "both_f2t" in self.seen.sets and not series.is_ratio and not name.startswith("accuracy"):
+            subset = self.seen.sets["both_f2t"]
+            members = subset.examples[subset.values[:, 0] > 0]
+            self._add_means(rows, f"{name}_f2t", series, np.isin(series.examples, members))
+
+    def _add_means(self, rows: Rows, name: str, series: Series, chosen: np.ndarray) -> None:
+        """The mean over the chosen examples, and over layers; nothing if there is no such example."""
+        if not chosen.any():
+            return
+        counts = resampling_counts(int(chosen.sum()), self.seed)
+        layers, overall = bootstrap_ratio(series.numerator[chosen], series.denominator[chosen], counts)
+        rows.add_mean(name, overall)
+        if series.is_per_layer:
+            rows.add_means(name, layers)
+        undefined = int(np.isnan(overall.value)) if series.is_ratio else int((series.denominator[chosen] == 0).sum())
+        if undefined:
+            rows.add_count(f"undefined_{name}", undefined)

@@ -1,0 +1,119 @@
+"""What all figures share: panels, lines that differ without colour (markers, dashes), and one legend below."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.settings import nearest
+
+STYLE = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "fairseq-icl",  # the same figure has the same bytes
+    "figure.constrained_layout.use": True,
+}
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", ":")
+# Dark to light, told apart by any eye and in print.
+COLOURS = ("#1b3a57", "#b5502a", "#4f7942", "#7b5ea7", "#8c6d1f", "#5a5a5a", "#2a8c8c", "#a03060")
+PANEL = (3.0, 2.5)
+PER_ROW = 3
+LEGEND_ENTRY = 2.5
+"""Inches that an entry of the legend takes."""
+SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
+NAMES = {
+    "sim_aou": "SimAOU",
+    "sim_aou_norm": "SimAOU_norm",
+    "sim_am_after": "SimAM",
+    "sim_am_delta": "SimAM_delta",
+    "alpha": "alpha",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with the words around it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+    def save(self, target: Any, **options: Any) -> None:
+        """Write the figure to a path or file; the same numbers give the same bytes."""
+        with mpl.rc_context(STYLE):
+            self.figure.savefig(target, **options)
+
+
+def panels(names: list[str]) -> tuple[Figure, list[Axes]]:
+    """A figure with one titled panel a name."""
+    columns = min(PER_ROW, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(PANEL[0] * columns + 0.6, PANEL[1] * rows + 0.5))
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for ax, name in zip(axes, names, strict=False):
+        ax.set_title(name)
+    for ax in axes[len(names) :]:
+        ax.remove()
+    return figure, axes[: len(names)]
+
+
+def styles() -> Iterator[dict[str, Any]]:
+    """Line styles, no two alike in marker."""
+    for marker, line, colour in zip(cycle(MARKERS), cycle(LINES), cycle(COLOURS), strict=False):
+        yield {"marker": marker, "linestyle": line, "color": colour, "markersize": 4, "capsize": 2, "linewidth": 1.2}
+
+
+def draw_lines(ax: Axes, lines: dict[str, pd.DataFrame], x: str) -> None:
+    """One line with error bars (SD over seeds) for each label; `lines` have columns x, mean, sd."""
+    for (label, line), style in zip(lines.items(), styles(), strict=False):
+        line = line.sort_values(x)
+        spread = line["sd"].astype(float).fillna(0.0)
+        ax.errorbar(line[x].astype(float), line["mean"], yerr=spread, label=label, **style)
+
+
+def legend_below(figure: Figure, axes: list[Axes]) -> None:
+    """One legend for all panels, under them."""
+    entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if entries:
+        columns = max(1, int(figure.get_figwidth() / LEGEND_ENTRY))
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(columns, len(entries)))
+
+
+def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = None) -> Figure:
+    """`metric` by layer, one line per dataset, method and init, with the 95 % interval over examples."""
+    chosen = table[(table["metric"] == metric) & table["layer"].notna() & table["example"].isna()]
+    if chosen.empty:
+        known = table.loc[table["layer"].notna() & table["example"].isna(), "metric"].drop_duplicates()
+        raise UserError(f"{metric}: no values by layer in this table; {nearest(metric, known)}")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.0, 3.4))
+        FigureCanvasAgg(figure)
+        ax = figure.subplots()
+        groups = chosen.groupby(["dataset", "method", "init", "seed"], sort=False)
+        for (names, line), style in zip(groups, styles(), strict=False):
+            line = line.sort_values("layer")
+            value = line["value"].to_numpy(float)
+            reach = [value - line["low"].to_numpy(float), line["high"].to_numpy(float) - value]
+            ax.errorbar(
+                line["layer"].astype(int) + 1, value, yerr=np.abs(reach), label=", ".join(map(str, names)), **style
+            )
+        ax.axhline(0, color="black", linewidth=0.6)
+        ax.set(xlabel="layer", ylabel=NAMES.get(metric, metric))
+        legend_below(figure, [ax])
+        if path is not None:
+            figure.savefig(path)
+    return figure

@@ -1,0 +1,343 @@
+"""Every setting of the instrument, once: its type, choices, default, the paper's value, help, and what it affects.
+
+Flags of `fairseq-train` and `fairseq-validate`, keys of `fairseq-icl replicate`, arguments of the Python functions,
+the keys under which results are stored, the audit's variants and the table in docs/protocol.md are made from this
+file, or are checked against it. A new setting is one field of `Settings`.
+
+A setting with a `paper` value is a place where the authors' code and the papers' text differ: its default is what the
+authors ran, `paper` what the text says, and `reading` ("authors" or "paper") chooses for all of them at once.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args
+
+from fairseq_icl.errors import UserError
+
+QUERIES, CONTEXT, FINETUNING = "queries", "context", "finetuning"
+WEIGHTS, TRAINING, RECORDING, METRICS = "weights", "training", "recording", "metrics"
+PROMPTS = (QUERIES, CONTEXT, FINETUNING)
+"""What a setting may affect: three kinds of token sequences; the model before training; training; what is recorded."""
+OBSERVED = {
+    "zsl": (QUERIES, WEIGHTS, RECORDING),
+    "icl": (QUERIES, WEIGHTS, RECORDING, CONTEXT),
+    "ft": (QUERIES, WEIGHTS, RECORDING, FINETUNING, TRAINING),
+}
+"""What the observation of each setting (ZSL, ICL, FT) depends on."""
+READINGS = ("authors", "paper")
+FLAG_OF_TASK, FLAG_OF_FAIRSEQ = "task", "fairseq"
+"""Where a flag stands: on our task, or on fairseq itself; otherwise it is the name of a criterion."""
+
+Condition = Callable[["Settings"], bool]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of one setting."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    affects: tuple[str, ...]
+    optional: bool
+    choices: tuple[str, ...]
+    paper: Any
+    low: float | None
+    high: float | None
+    flag_of: str
+    only_if: Mapping[str, Condition]
+    """Stage -> when the setting affects it; a stage that is not here is affected always."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether code and paper (may) differ here."""
+        return self.paper is not None
+
+    def check(self, value: Any) -> Any:
+        """`value` as the setting's type; a UserError that names setting, value and what is allowed otherwise."""
+        if value is None and self.optional:
+            return None
+        if self.kind is str and not self.choices and isinstance(value, int | float) and not isinstance(value, bool):
+            value = f"{value:g}"  # a limit or a layer, typed as the number it is
+        problem = self._problem(value)
+        if problem is not None:
+            raise UserError(f"{self.name}={_shown(value)}: {problem}")
+        return float(value) if self.kind is float else value
+
+    def _problem(self, value: Any) -> str | None:
+        """What is wrong with `value`, or None."""
+        if self.choices:
+            return None if value in self.choices else f"choose from {', '.join(self.choices)}"
+        if self.kind is str:
+            return None if isinstance(value, str) and value.strip() else "must be a text that is not empty"
+        number = isinstance(value, int) or (self.kind is float and isinstance(value, float))
+        if isinstance(value, bool) or not number or not math.isfinite(value):
+            return "must be a number" if self.kind is float else "must be a whole number"
+        if self.low is not None and value < self.low:
+            return f"must be at least {self.low:g}"
+        if self.high is not None and value > self.high:
+            return f"must be at most {self.high:g}"
+        return None
+
+    def affects_any(self, stages: Iterable[str], settings: "Settings") -> bool:
+        """Whether, with these `settings`, the value makes a difference to one of the stages."""
+        return any(stage in self.affects and self.only_if.get(stage, lambda _: True)(settings) for stage in stages)
+
+
+def setting(default: Any, text: str, affects: Iterable[str], **facts: Any) -> Any:
+    """A field of `Settings`: default, help text, what it affects, and `choices`, `paper`, `low`, `high`, ..."""
+    return field(default=default, metadata={"help": text, "affects": tuple(affects), **facts})
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _random_weights(settings: "Settings") -> bool:
+    return settings.init != "pretrained"
+
+
+def _shows_switched(settings: "Settings") -> bool:
+    return settings.switch_labels in ("demonstrations", "both")
+
+
+def _trains_switched(settings: "Settings") -> bool:
+    return settings.switch_labels in ("finetuning", "both")
+
+
+SWITCH = {"only_if": {CONTEXT: _shows_switched, FINETUNING: _trains_switched}}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one run, checked and complete. The defaults are what the authors ran, if that is one value."""
+
+    num_demonstrations: int = setting(32, "number of demonstrations k", (CONTEXT, FINETUNING), low=0)
+    seed: int = setting(
+        1,
+        "seed of the draw of demonstrations, of their permutations and of random weights",
+        (CONTEXT, FINETUNING, WEIGHTS),
+        low=0,
+        high=2**32 - 1,
+        flag_of=FLAG_OF_FAIRSEQ,
+        only_if={WEIGHTS: _random_weights},
+    )
+    permutation: int = setting(
+        0,
+        "index of the permutation of the demonstrations (0: see permutation_zero; negative: none)",
+        (CONTEXT, FINETUNING),
+        high=4,
+    )
+    limit: int | None = setting(
+        None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1
+    )
+    max_validation: int = setting(2000, "cap of the validation set; the authors keep 2000 rows", PROMPTS, low=1)
+    missing_class: str = setting(
+        "warn",
+        "what to do if no demonstration in the prompt has one of the labels; the authors do not look",
+        (CONTEXT,),
+        choices=("warn", "refuse"),
+    )
+    init: str = setting(
+        "pretrained",
+        "weights: pretrained; untrained (nothing kept from the checkpoint); trained-embeddings (embeddings and the "
+        "layers' layer norms kept: the second paper's 'trained embeddings'); layer-norms (only the layers' layer norms "
+        "kept: its 'no training')",
+        (WEIGHTS,),
+        choices=("pretrained", "untrained", "trained-embeddings", "layer-norms"),
+    )
+    lr: float | None = setting(None, "learning rate", (TRAINING,), low=0, flag_of=FLAG_OF_FAIRSEQ)
+    clip_norm: float = setting(
+        0.0,
+        "clip the gradient of all layers together to this norm; 0: no clipping",
+        (TRAINING,),
+        low=0,
+        flag_of=FLAG_OF_FAIRSEQ,
+    )
+    layer_clip: str = setting(
+        "none",
+        "limit every layer's gradient: its norm, or its largest component",
+        (TRAINING,),
+        choices=("none", "norm", "max"),
+    )
+    layer_clip_value: str | None = setting(
+        None,
+        "the limit: one value, one per layer (comma-separated), from:FILE (a file of --record-gradients), or in "
+        "replicate the name of a method whose recorded norms are the limits",
+        (TRAINING,),
+    )
+    train_parameters: str = setting(
+        "self_attn.k_proj,self_attn.v_proj",
+        "comma-separated parts of the names of the parameters that learn",
+        (TRAINING,),
+    )
+    layers: str | None = setting(
+        None,
+        "layer-causal training: layers that get a loss, counted from 0: one (3), a range (0-11) or from one up (2-)",
+        (TRAINING,),
+        flag_of="layer_causal_ce",
+    )
+    switch_labels: str = setting(
+        "none",
+        "where demonstrations get false labels",
+        (CONTEXT, FINETUNING),
+        choices=("none", "demonstrations", "finetuning", "both"),
+        **SWITCH,
+    )
+    switch_fraction: float = setting(
+        1.0, "share of the demonstrations whose label is switched", (CONTEXT, FINETUNING), low=0, high=1, **SWITCH
+    )
+    switch_seed: int | None = setting(
+        None, "seed of the switching (default: the run's seed)", (CONTEXT, FINETUNING), low=0, high=2**32 - 1, **SWITCH
+    )
+    position: str = setting(
+        "option0",
+        "token whose activations are compared: label of option 0, last query token, gold label",
+        (RECORDING,),
+        choices=("option0", "query", "gold"),
+        paper="query",
+        flag_of="icl_similarity",
+    )
+    loss_on: str = setting(
+        "all", "tokens that carry the fine-tuning loss", (FINETUNING,), choices=("all", "label"), paper="label"
+    )
+    finetuning_order: str = setting(
+        "drawn",
+        "order of fine-tuning: drawn anew, or that of the ICL prompt",
+        (FINETUNING,),
+        choices=("drawn", "icl"),
+        paper="icl",
+    )
+    finetuning_demonstrations: str = setting(
+        "all",
+        "fine-tune on all k demonstrations or on those that fit into the ICL prompt",
+        (FINETUNING,),
+        choices=("all", "fitting"),
+        paper="fitting",
+    )
+    biases: str = setting(
+        "trained",
+        "whether biases of the trained projections learn",
+        (TRAINING,),
+        choices=("trained", "frozen"),
+        paper="frozen",
+    )
+    random_update: str = setting(
+        "uniform",
+        "the random update that sim_aou_random compares with",
+        (METRICS,),
+        choices=("uniform", "gaussian"),
+        paper="gaussian",
+        flag_of="icl_similarity",
+    )
+    attention_similarity: str = setting(
+        "scores",
+        "compare attention before the softmax or after it",
+        (METRICS,),
+        choices=("scores", "probabilities"),
+        paper="probabilities",
+        flag_of="icl_similarity",
+    )
+    final_norm: str = setting(
+        "lost",
+        "final layer norm of the baselines trained-embeddings and layer-norms",
+        (WEIGHTS,),
+        choices=("lost", "kept"),
+        paper="kept",
+        only_if={WEIGHTS: lambda settings: settings.init in ("trained-embeddings", "layer-norms")},
+    )
+    permutation_zero: str = setting(
+        "identity",
+        "what permutation index 0 means: no permutation, or the first one drawn",
+        (CONTEXT, FINETUNING),
+        choices=("identity", "drawn"),
+        paper="drawn",
+    )
+    # The paper's update rule gives every layer its own full step, which is what adding the losses does.
+    layer_loss: str = setting(
+        "sum",
+        "add the layer-causal losses of the layers, or average them",
+        (TRAINING,),
+        choices=("sum", "mean"),
+        paper="sum",
+        flag_of="layer_causal_ce",
+    )
+    layer_causal_point: str = setting(
+        "layer",
+        "where a layer's loss is taken: on its output, or on the residual stream right after its attention",
+        (TRAINING,),
+        choices=("layer", "attention"),
+        paper="attention",
+        flag_of="layer_causal_ce",
+    )
+    step_per: str = setting(
+        "demonstration",
+        "one optimizer step per demonstration or per scored token",
+        (TRAINING,),
+        choices=("demonstration", "token"),
+        paper="token",
+    )
+
+    def __post_init__(self) -> None:
+        for name, known in SETTINGS.items():
+            object.__setattr__(self, name, known.check(getattr(self, name)))
+
+    @classmethod
+    def of(cls, reading: str = "authors", **given: Any) -> "Settings":
+        """The settings of a reading with those in `given` over them; a value of None leaves the reading's value."""
+        check_reading(reading)
+        unknown = [name for name in given if name not in SETTINGS]
+        if unknown:
+            raise UserError(f"{unknown[0]}: unknown setting; {nearest(unknown[0], SETTINGS)}")
+        values = paper_values() if reading == "paper" else {}
+        return cls(**values | {name: value for name, value in given.items() if value is not None})
+
+    def relevant_to(self, stages: Iterable[str]) -> "Settings":
+        """These settings with all that makes no difference to the stages put to its default.
+
+        Two runs with the same result share whatever these stages make.
+        """
+        stages = tuple(stages)
+        idle = {n: known.default for n, known in SETTINGS.items() if not known.affects_any(stages, self)}
+        return replace(self, **idle)
+
+
+def _declared() -> dict[str, Setting]:
+    """The fields of `Settings` as `Setting` objects."""
+    declared = {}
+    for entry in fields(Settings):
+        facts: dict[str, Any] = {"choices": (), "paper": None, "low": None, "high": None}
+        facts |= {"flag_of": FLAG_OF_TASK, "only_if": {}} | dict(entry.metadata)
+        kinds = get_args(entry.type) or (entry.type,)
+        optional = type(None) in kinds
+        declared[entry.name] = Setting(entry.name, kinds[0], entry.default, optional=optional, **facts)
+    return declared
+
+
+SETTINGS: dict[str, Setting] = _declared()
+"""All settings by name."""
+READING: dict[str, Setting] = {name: known for name, known in SETTINGS.items() if known.is_reading}
+"""Those in which the authors' code and the papers' text (may) differ."""
+
+
+def paper_values() -> dict[str, Any]:
+    """What the papers' text says, for the settings that are part of a reading."""
+    return {name: known.paper for name, known in READING.items()}
+
+
+def check_reading(reading: Any) -> str:
+    """The name of a reading, or an error."""
+    if reading not in READINGS:
+        raise UserError(f"reading={_shown(reading)}: choose from {', '.join(READINGS)}")
+    return str(reading)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt word: the nearest known one, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"

@@ -1,0 +1,180 @@
+"""Fine-tune a model in this process as `fairseq-train` would: its Trainer, the plugin's task and criterions.
+
+with fine_tuned(model, prompts, method="lcgd", lr=0.3) as tuned:
+    ft = observe(tuned, prompts)
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+from fairseq.data import iterators
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.optim import OPTIMIZER_DATACLASS_REGISTRY, OPTIMIZER_REGISTRY
+from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, setup_task
+from fairseq.trainer import Trainer
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.models import Model
+from fairseq_icl.models.linearized_lm import LinearizedLM
+from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
+from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training.methods import Method, get_method, method_names, training_options
+
+__all__ = ["fairseq_config", "fine_tuned"]
+
+
+@contextmanager
+def fine_tuned(
+    model: Model, prompts: Prompts, method: str = "gd", *, limits: pd.DataFrame | None = None, **settings: Any
+) -> Iterator[Model]:
+    """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
+
+    **Arguments**
+    - `method`: "gd", "lcgd", "linearized", "linearized_lcgd", or one that another package registered.
+    - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `train_parameters`,
+      `biases`, `layers`, `layer_loss`, `layer_causal_point`, `step_per`; by default as in `prompts.settings`.
+    - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
+
+    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradients.py) are what
+    was recorded meanwhile.
+    """
+    for name in settings:
+        if name not in SETTINGS or SETTINGS[name].affects != (TRAINING,):
+            known = [other for other, setting in SETTINGS.items() if setting.affects == (TRAINING,)]
+            raise UserError(
+                f"{name}: not a setting of training (those of prompts go into build_prompts); {nearest(name, known)}"
+            )
+    chosen = dataclasses.replace(prompts.settings, **settings)
+    if chosen.lr is None:
+        raise UserError("lr: no learning rate was given; give lr=RATE (the papers': fairseq-icl datasets NAME)")
+    if not prompts.finetuning:
+        raise UserError("num_demonstrations=0: there is nothing to fine-tune on; give at least 1, or method=none")
+    if model.weights is not None or isinstance(model.lm, LinearizedLM):
+        raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
+    how = get_method(method)
+    if not how.trains:
+        raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
+    if chosen.layer_clip != "none" and chosen.layer_clip_value in method_names() and limits is None:
+        plain = {"layer_clip": "none", "layer_clip_value": None}
+        with fine_tuned(model, prompts, str(chosen.layer_clip_value), **settings | plain) as other:
+            limits = other.gradients
+    yield _train(model, prompts, how, chosen, limits)
+
+
+def _train(model: Model, prompts: Prompts, method: Method, settings: Settings, limits: pd.DataFrame | None) -> Model:
+    """Train and leave the module's own parameters as they were."""
+    options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
+    config = fairseq_config(options)
+    task = setup_task(config.task, prompts=prompts, settings=settings, dictionary=model.files.load_dictionary())
+    lm = model.lm
+    lm.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
+    recorder = GradientRecorder(learner.decoder)
+    bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, learner.decoder, limits)
+    task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder)
+    with own_copy_of_what_learns(learner) as weights:
+        _run(config, task, learner)
+    lm.eval()
+    changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
+    tuned = dataclasses.replace(model.under(weights, method.name), **changed)
+    return dataclasses.replace(tuned, training_queries=dict(task.training_queries), gradients=recorder.table())
+
+
+@contextmanager
+def own_copy_of_what_learns(model: PretrainedLM) -> Iterator[dict[str, Tensor]]:
+    """Inside, what learns is a copy; afterwards the old parameters are back and the dictionary has the trained ones."""
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.data for name, parameter in learning.items()}
+    trained: dict[str, Tensor] = {}
+    for parameter in learning.values():
+        parameter.data = parameter.data.clone()
+    try:
+        yield trained
+    finally:
+        for name, parameter in learning.items():
+            trained[name], parameter.data = parameter.data, before[name]
+            parameter.grad = None
+
+
+def _run(config: DictConfig, task: Any, model: PretrainedLM) -> None:
+    """fairseq's training loop without its checkpoints."""
+    trainer = Trainer(config, task, model, task.build_criterion(config.criterion))
+    for epoch in range(1, config.optimization.max_epoch + 1):
+        batches = trainer.get_train_iterator(epoch=epoch).next_epoch_itr(shuffle=False)
+        trainer.begin_epoch(epoch)
+        try:
+            for samples in iterators.GroupedIterator(batches, config.optimization.update_freq[0]):
+                trainer.train_step(samples)
+        except FloatingPointError as error:
+            step = trainer.get_num_updates() + 1
+            raise UserError(f"fine-tuning diverged at step {step} ({error}); lower lr") from error
+    if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
+        raise UserError("fine-tuning left weights that are NaN or infinite; lower lr")
+
+
+def fairseq_config(options: Mapping[str, Any]) -> DictConfig:
+    """fairseq's configuration with these options of `fairseq-train`, built without a command line.
+
+    `options` are the flags' names (`clip_norm`) and values; task, criterion, optimizer and scheduler are names.
+    """
+    config = OmegaConf.structured(FairseqConfig)
+    rest = dict(options)
+    with flag_override(config, ["allow_objects", "struct"], [True, False]):
+        for group, registry in (
+            ("task", TASK_DATACLASS_REGISTRY),
+            ("criterion", CRITERION_DATACLASS_REGISTRY),
+            ("optimizer", OPTIMIZER_DATACLASS_REGISTRY),
+            ("lr_scheduler", LR_SCHEDULER_DATACLASS_REGISTRY),
+        ):
+            config[group] = _component(group, rest.pop(group), registry)
+        config.model = {"_name": rest.pop("arch")}
+        for name, value in rest.items():
+            _set_option(config, name, value)
+    return config
+
+
+def _component(group: str, name: str, registry: Mapping[str, type | None]) -> Any:
+    """Default configuration of a registered task, criterion, optimizer or scheduler."""
+    dataclass = registry.get(name)
+    if dataclass is not None:
+        component = OmegaConf.structured(dataclass)
+        with flag_override(component, "struct", False):
+            component._name = name
+        return component
+    if group != "optimizer" or name not in OPTIMIZER_REGISTRY:
+        raise UserError(f"--{group.replace('_', '-')} {name}: unknown to fairseq; {nearest(name, registry)}")
+    parser = argparse.ArgumentParser()  # parts of fairseq older than its dataclasses, such as SGD, declare flags only
+    OPTIMIZER_REGISTRY[name].add_args(parser)
+    return argparse.Namespace(optimizer=name, lr=[0.0], **vars(parser.parse_args([])))
+
+
+def _set_option(config: DictConfig, name: str, value: Any) -> None:
+    """Put an option into every section that has one of that name."""
+    found = False
+    for title in config:
+        section = config[title]
+        if isinstance(section, argparse.Namespace) and hasattr(section, name):
+            setattr(section, name, [value] if isinstance(getattr(section, name), list) else value)
+            found = True
+        elif isinstance(section, DictConfig) and name in list(section):  # `in section` is False for a missing value
+            is_list = OmegaConf.is_list(section[name]) if not OmegaConf.is_missing(section, name) else False
+            try:
+                section[name] = [value] if is_list and not isinstance(value, list | tuple) else value
+            except OmegaConfBaseException as error:
+                raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from error
+            found = True
+    if not found:
+        raise UserError(
+            f"--{name.replace('_', '-')}: no option of fairseq-train with this task, criterion and optimizer"
+        )

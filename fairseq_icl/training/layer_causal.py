@@ -1,0 +1,184 @@
+"""Layer-causal gradient descent: every decoder layer learns from its own logit-lens loss and from nothing above it.
+
+    loss = sum_l  CE( U( layer_l( stop_gradient(x_l) ) ), target ),     U = final layer norm, then output projection
+
+No gradient crosses a layer boundary, so the gradient of layer l depends on layers 0..l and on U alone; U is frozen.
+Works on fairseq's stock `transformer_lm` decoder and its subclasses: hooks on the layers, no model class of its own.
+
+**Cross entropy behind a frozen unembedding**, for many layers at once and without keeping any logits. The gradient of
+one row's loss with respect to its features x is  U^T (softmax(U x) - onehot(target)). U is frozen, so this is all that
+backward ever needs: the forward pass computes it chunk by chunk and lets the logits go.
+
+Why not `F.linear_cross_entropy`: its chunked path forms a sum over all rows, so the losses of single layers would need
+one call a layer, and a product with the 30 rows of one layer is bound by reading U (50,264 x 768 floats) from memory.
+On two busy CPU cores at that shape its own choice of chunks took 10 s for 12 layers, this file 0.5 s.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from fairseq_icl.errors import UserError
+
+ROWS_PER_CHUNK = 192
+"""At most so many rows share one pass over U: 39 MB of logits at a vocabulary of 50,264; more hardly save time."""
+ROW_MULTIPLE = 16
+"""Rows are padded to this: CPU kernels take half as long again for numbers of rows that fill no vector register."""
+
+
+def layer_losses(
+    model: Any, decoder: Any, layers: range, point: str, target: Tensor, padding: int, **net_input: Any
+) -> Tensor:
+    """losses[l, n] of the chosen layers on the n scored tokens of a batch, in nats: (layers, tokens).
+
+    `target` (batch, length) is `padding` where nothing is scored; `net_input` is what the model is called with.
+    """
+    scored = target.ne(padding)
+
+    def features() -> tuple[Tensor, ...]:
+        with layer_states(decoder, layers, point) as states:
+            # Through `model` and not `decoder`: DistributedDataParallel sets up its reduction in its own forward.
+            model(**net_input, features_only=True)
+        return tuple(_before_unembedding(decoder, states[layer].transpose(0, 1)[scored]) for layer in layers)
+
+    evaluate: Callable[..., Any] | None = getattr(model, "evaluate", None)  # a linearized model adds first-order terms
+    per_layer = evaluate(features) if evaluate is not None else features()  # layers x (tokens, dim)
+    return unembedding_losses(decoder.output_projection.weight, target[scored], per_layer)
+
+
+def decoder_of(model: Any) -> Any:
+    """The decoder inside `model`, however often the model is wrapped for data parallel training."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model.decoder
+
+
+def check_decoder(decoder: Any, layers: str | None) -> range:
+    """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
+    head = decoder.output_projection
+    if decoder.adaptive_softmax is not None or not isinstance(head, nn.Linear) or head.bias is not None:
+        raise UserError(
+            "layer-causal training: the model's output layer is not one plain matrix (adaptive softmax?); "
+            "use --criterion cross_entropy"
+        )
+    return parse_layers(layers, len(decoder.layers))
+
+
+def parse_layers(text: str | None, num_layers: int) -> range:
+    """`3` -> range(3, 4), `2-5` -> range(2, 6), `2-` -> range(2, num_layers), None -> every layer."""
+    if text is None:
+        return range(num_layers)
+    match = re.fullmatch(r"\s*(\d+)\s*(?:(-)\s*(\d+)?)?\s*", text)
+    if match is None:
+        raise UserError(f"layers={text}: not a layer (3), a range (0-11) or a lower end (2-)")
+    start, dash, end = match.groups()
+    first = int(start)
+    last = int(end) if end is not None else num_layers - 1 if dash else first
+    if not first <= last < num_layers:
+        raise UserError(f"layers={text}: the model has layers 0-{num_layers - 1}; give a range inside")
+    return range(first, last + 1)
+
+
+@contextmanager
+def layer_states(decoder: Any, layers: range, point: str) -> Iterator[dict[int, Tensor]]:
+    """While open, cut the graph before every layer; the dict fills with the states (length, batch, dim) of `layers`."""
+    states: dict[int, Tensor] = {}
+    with ExitStack() as hooks:
+        for index, layer in enumerate(decoder.layers):
+            hooks.enter_context(layer.register_forward_pre_hook(_cut_graph))
+            if index in layers:
+                hooks.enter_context(_observe(layer, point, states, index))
+            else:
+                # Or DistributedDataParallel would find this layer's parameters in the output and wait for gradients.
+                hooks.enter_context(layer.register_forward_hook(_drop_graph))
+        yield states
+
+
+def _cut_graph(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Passes without a graph have nothing to cut, and detach would drop the tangents of forward-mode differentiation.
+    return (args[0].detach(), *args[1:]) if torch.is_grad_enabled() else args
+
+
+def _drop_graph(layer: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (output[0].detach(), *output[1:]) if torch.is_grad_enabled() else output
+
+
+def _observe(layer: Any, point: str, states: dict[int, Tensor], index: int) -> torch.utils.hooks.RemovableHandle:
+    """Hook that stores the layer's output or, for point `attention`, the residual stream right after attention."""
+    if point == "layer":
+        return layer.register_forward_hook(lambda _, __, output: states.update({index: output[0]}))
+    if layer.normalize_before:
+        return layer.final_layer_norm.register_forward_pre_hook(lambda _, args: states.update({index: args[0]}))
+    return layer.self_attn_layer_norm.register_forward_hook(lambda _, __, output: states.update({index: output}))
+
+
+def _before_unembedding(decoder: Any, x: Tensor) -> Tensor:
+    """What the output projection reads: x (tokens, dim) after the final layer norm (if the model has one), frozen."""
+    for module in (decoder.layer_norm, decoder.project_out_dim):
+        if module is not None:
+            frozen = {name: parameter.detach() for name, parameter in module.named_parameters()}
+            x = torch.func.functional_call(module, frozen, (x,))
+    return x
+
+
+def unembedding_losses(unembedding: Tensor, target: Tensor, features: tuple[Tensor, ...]) -> Tensor:
+    """losses[l, n] = cross_entropy(unembedding @ features[l][n], target[n]) in fp32 (fp64 for fp64 features).
+
+    unembedding: (vocabulary, dim), gets no gradient.  target: (tokens,).  features: one (tokens, dim) a layer.
+    Returns (layers, tokens).
+    """
+    losses: Tensor = _UnembeddingLosses.apply(unembedding.detach(), target, *features)
+    return losses
+
+
+class _UnembeddingLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unembedding: Tensor, target: Tensor, *features: Tensor) -> Tensor:
+        count = len(features) * len(target)
+        rows = pad(torch.cat(features), (0, 0, 0, -count % ROW_MULTIPLE))  # (count and padding, dim)
+        targets = pad(target.repeat(len(features)), (0, -count % ROW_MULTIPLE))
+        losses = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
+        gradient = torch.empty_like(rows) if any(ctx.needs_input_grad) else None
+        for chunk in _chunks(len(rows)):
+            part = None if gradient is None else gradient[chunk]
+            _fill(losses[chunk], part, unembedding, rows[chunk], targets[chunk])
+        if gradient is not None:
+            ctx.save_for_backward(gradient[:count])
+        return losses[:count].view(len(features), len(target))
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        layers, tokens = grad_losses.shape
+        # A tensor of its own for each layer, not a view: it is freed as soon as that layer has used it.
+        parts = zip(gradient.view(layers, tokens, -1), grad_losses.unsqueeze(-1), strict=True)
+        return None, None, *((part * grad).to(gradient.dtype) for part, grad in parts)
+
+
+def _chunks(rows: int) -> list[slice]:
+    """Chunks of nearly equal size, multiples of ROW_MULTIPLE: a small last one would cost as much as a large one."""
+    number = max(1, math.ceil(rows / ROWS_PER_CHUNK))
+    size = math.ceil(rows / number / ROW_MULTIPLE) * ROW_MULTIPLE
+    return [slice(start, start + size) for start in range(0, rows, size)] if rows else []
+
+
+def _fill(losses: Tensor, gradient: Tensor | None, unembedding: Tensor, rows: Tensor, targets: Tensor) -> None:
+    """Write the `losses` (n,) and, if wanted, the `gradient` (n, dim) of a chunk of rows (n, dim)."""
+    # The vocabulary comes first: with few rows both products are a fifth faster on CPU in this layout.
+    scores = torch.mm(unembedding, rows.t()).to(losses.dtype)  # (vocabulary, n)
+    target_scores = scores.gather(0, targets.unsqueeze(0)).squeeze(0)  # (n,)
+    largest = scores.amax(0)  # (n,)
+    # In place from here: one array of this size is alive, whatever the number of layers.
+    total = scores.sub_(largest).exp_().sum(0)  # (n,)
+    losses.copy_(total.log() + largest - target_scores)
+    if gradient is not None:
+        probabilities = scores.div_(total)
+        minus_one = probabilities.new_full((1, len(targets)), -1.0)
+        error = probabilities.scatter_add_(0, targets.unsqueeze(0), minus_one)  # softmax - onehot
+        gradient.copy_(torch.mm(unembedding.t(), error.to(rows.dtype)).t())

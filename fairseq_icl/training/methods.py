@@ -1,0 +1,163 @@
+"""Fine-tuning methods by name: each is a set of `fairseq-train` flags. docs/adding_a_method.md shows how to add one.
+
+From a method and the settings of a run follow the options of `fairseq-train`, of which both the configuration that runs
+in this process and the command line that does the same are made.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import yaml
+
+from fairseq_icl.compat import TASK
+from fairseq_icl.errors import UserError
+from fairseq_icl.models.files import ModelFiles
+from fairseq_icl.settings import FLAG_OF_FAIRSEQ, FLAG_OF_TASK, SETTINGS, Settings, nearest
+
+ENTRY_POINT_GROUP = "fairseq_icl.methods"
+PROTOCOL: dict[str, Any] = {
+    "task": TASK,
+    "arch": "pretrained_lm",
+    "criterion": "cross_entropy",
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "lr_scheduler": "fixed",
+    "max_epoch": 1,
+    "batch_size": 1,
+    "required_batch_size_multiple": 1,
+    "num_workers": 0,
+    "data_buffer_size": 0,
+    "log_format": "none",
+    "linearize": False,
+    "record_queries": True,
+    "no_save": True,
+    "disable_validation": True,
+}
+"""What every run of the papers has in common, unless a method says otherwise."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to fine-tune on the demonstrations: what `fairseq-train` is told beyond data, model and learning rate."""
+
+    name: str
+    help: str
+    flags: tuple[str, ...] = ()
+    """Flags of `fairseq-train`; empty for a method that trains nothing."""
+    compares: tuple[str, str] | None = None
+    """Two methods whose fine-tuned models are compared with each other instead of with ICL."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the method has a fine-tuned model of its own."""
+        return bool(self.flags)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The methods whose fine-tuned models a cell of this method needs: its own, the two it compares, or none."""
+        return self.compares or ((self.name,) if self.trains else ())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The flags as options: ("--momentum", "0.9", "--linearize") -> {"momentum": 0.9, "linearize": True}."""
+        options: dict[str, Any] = {}
+        for word, following in zip(self.flags, (*self.flags[1:], "--"), strict=True):
+            if word.startswith("--"):
+                value = True if following.startswith("--") else yaml.safe_load(following)
+                options[word[2:].replace("-", "_")] = value
+        return options
+
+
+_methods: dict[str, Method] = {}
+_entry_points_read = False
+
+
+def register_method(method: Method) -> Method:
+    """Make `method` known by its name; a second, different method of the same name is refused."""
+    known = _methods.setdefault(method.name, method)
+    if known != method:
+        raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")
+    return method
+
+
+for _method in (
+    Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", ("--criterion", "cross_entropy")),
+    Method("lcgd", "layer-causal fine-tuning", ("--criterion", "layer_causal_ce")),
+    Method(
+        "linearized", "vanilla fine-tuning of the linearized model", ("--criterion", "cross_entropy", "--linearize")
+    ),
+    Method(
+        "linearized_lcgd",
+        "layer-causal fine-tuning of the linearized model",
+        ("--criterion", "layer_causal_ce", "--linearize"),
+    ),
+    Method("alpha", "SimAM_delta between vanilla and layer-causal fine-tuning", compares=("gd", "lcgd")),
+    Method("none", "no fine-tuning: ZSL and ICL only"),
+):
+    register_method(_method)
+
+
+def method_names() -> list[str]:
+    """Names of all methods, those of installed packages included."""
+    global _entry_points_read
+    if not _entry_points_read:
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            register_method(point.load())
+        _entry_points_read = True
+    return sorted(_methods)
+
+
+def get_method(name: str) -> Method:
+    """The method called `name`."""
+    if name not in method_names():
+        raise UserError(f"method={name}: unknown method; {nearest(str(name), method_names())}")
+    return _methods[name]
+
+
+def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
+    """What to call the way a checkpoint was trained, from its configuration (fairseq's `cfg` as plain containers).
+
+    The registered method whose options are just those of the checkpoint; otherwise the options themselves, in words.
+    """
+    known = [_methods[name] for name in method_names() if _methods[name].trains]
+    names = dict.fromkeys(name for method in known for name in method.options)
+    found = {name: linearized if name == "linearize" else _saved_option(config, name) for name in names}
+    for method in known:
+        if all({**PROTOCOL, **method.options}.get(name, found[name]) == found[name] for name in names):
+            return method.name
+    given = [f"{name}={value}" for name, value in found.items() if value != PROTOCOL.get(name) and value is not None]
+    return " ".join([str(found["criterion"]), *(word for word in given if not word.startswith("criterion="))])
+
+
+def _saved_option(config: Mapping[str, Any], name: str) -> Any:
+    """The value of an option in a saved configuration, whichever section has it."""
+    if name in ("criterion", "optimizer", "lr_scheduler"):
+        section = config.get(name) or {}
+        return section.get("_name") if isinstance(section, Mapping) else getattr(section, name, PROTOCOL.get(name))
+    for section in config.values():
+        values = section if isinstance(section, Mapping) else vars(section) if hasattr(section, "__dict__") else {}
+        if name in values:
+            return values[name]
+    return PROTOCOL.get(name)
+
+
+def training_options(method: Method, settings: Settings, files: ModelFiles, data: str, dataset: str) -> dict[str, Any]:
+    """The options of `fairseq-train`, by name, that fine-tune with `method` as the settings say."""
+    options = PROTOCOL | {"data": data, "dataset": dataset, **files.options()} | method.options
+    components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])
+    given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.flag_of in components}
+    return {name: value for name, value in (options | given | method.options).items() if value is not None}
+
+
+def training_command(options: Mapping[str, Any], **more: Any) -> str:
+    """The command line that does the same as a run with these options in this process."""
+    words = ["fairseq-train", str(options["data"]), "--user-dir", "fairseq_icl"]
+    for name, value in (dict(options) | more).items():
+        if name != "data" and value is not False:
+            flag = "--pretrained" if name == "base_model" else f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
