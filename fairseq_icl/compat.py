@@ -161,7 +161,7 @@ def honour_flags_in_validate() -> None:
         if task is None and (arg_overrides or {}).get("task") == TASK:
             from fairseq_icl.tasks.restore import restore
 
-            return restore(filenames[0], arg_overrides)
+            return restore(filenames[0], arg_overrides or {})
         return original(filenames, arg_overrides, task, *args, **kwargs)
 
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task

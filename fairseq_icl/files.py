@@ -37,10 +37,9 @@ def write_atomically(path: str | Path, content: str | bytes | memoryview | Calla
         unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
         sync(unfinished)
         unfinished.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); free some space or choose another place"
-        ) from error
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+        reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        raise UserError(f"{path}: cannot be written ({reason}); free some space or choose another place") from error
     finally:
         if unfinished is not None:
             unfinished.unlink(missing_ok=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_icl.doctor import examine, main
+from fairseq_icl.commands.doctor import examine, main
+from fairseq_icl.files import DEMO_MODEL
 from tests.world import World, make_world
 
 
@@ -38,10 +39,8 @@ def test_dictionary_of_another_size_is_explained(world: World):
 
 
 def test_shipped_demo_model_is_ready(tmp_path: Path, capsys: pytest.CaptureFixture):
-    from fairseq_icl.demo import demo_model
-
     folder = tmp_path / "demo"
-    shutil.copytree(Path(demo_model()).parent, folder)
+    shutil.copytree(DEMO_MODEL.parent, folder)
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert "--bpe sentencepiece" in text

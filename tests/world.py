@@ -11,7 +11,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
-from fairseq_icl.checkpoints import language_model_config
+from fairseq_icl.models.checkpoints import language_model_config
 from tests.commands import PLUGIN, Result, run
 
 WORDS = [f"word{number}" for number in range(40)]

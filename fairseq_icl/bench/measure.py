@@ -1,18 +1,39 @@
-"""Seconds, peak memory and the machine's own speed."""
+"""Seconds, the machine's own speed, and peak memory above the weights.
+
+Memory is measured in a process of its own for every case: `python -m fairseq_icl.bench.measure SHAPE CASE WAY`.
+"""
 
 import ctypes
 import gc
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fairseq_icl.bench.shapes import Shape
+from fairseq_icl.api import observe
+from fairseq_icl.bench import authors
+from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit
+from fairseq_icl.bench.shapes import SHAPES, Shape, demonstration, model_of, random_prompts, weight_bytes
+from fairseq_icl.models import Model
 
 GEMM_FLOPS = 2e11
 """Operations spent on measuring the rate of matrix products: a few seconds."""
+WARM_UP_TOKENS = 2
+MEMORY_CASES = {
+    "zsl": "ZSL scoring",
+    "icl": "ICL scoring",
+    "ft_30": "vanilla step, 30 tokens",
+    "lcgd_30": "layer-causal step, 30 tokens",
+    "ft_300": "vanilla step, 300 tokens",
+    "linearized_300": "linearized step, 300 tokens",
+}
+"""Scoring of a validation set, and one fine-tuning step on a demonstration of so many tokens."""
 
 
 def interleave(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -47,17 +68,92 @@ def gemm_rate(shape: Shape, rows: int) -> float:
     Several pairs of matrices take turns, so that, as in a model, weights come from memory and not from the cache. A
     pair is over in milliseconds, so that among many rounds some are not interrupted.
     """
-    pairs = [(torch.randn(4 * shape.width, shape.width), torch.randn(shape.width, 4 * shape.width)) for _ in range(4)]
+    pairs = [(torch.randn(shape.ffn, shape.width), torch.randn(shape.width, shape.ffn)) for _ in range(4)]
     inputs = torch.randn(rows, shape.width)
-    inner, outer = torch.empty(rows, 4 * shape.width), torch.empty(rows, shape.width)
+    inner, outer = torch.empty(rows, shape.ffn), torch.empty(rows, shape.width)
 
     def multiply(up: torch.Tensor, down: torch.Tensor) -> None:
         torch.mm(inputs, up.T, out=inner)
         torch.mm(inner, down.T, out=outer)
 
-    flops = len(pairs) * 2 * (2 * rows * 4 * shape.width**2)
+    flops = len(pairs) * 2 * (2 * rows * shape.width * shape.ffn)
     rounds = int(min(50, max(4, GEMM_FLOPS / flops)))
     return flops / sum(interleave({str(i): partial(multiply, *pair) for i, pair in enumerate(pairs)}, rounds).values())
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes."""
+
+    weights: int
+    above: int
+    """The most that was in memory beside the weights, gradients included."""
+
+
+def measure_memory(findings: BenchFindings, shape: Shape, say: Callable[[str], None]) -> None:
+    """A row for each case, and the limits between them."""
+    above: dict[str, int] = {}
+    weights = 0
+    for case, name in MEMORY_CASES.items():
+        say(f"memory: {name}")
+        mine = peak_of(shape, case, "ours")
+        runs = not case.startswith("linearized") or mine.weights < authors.LINEARIZED_LIMIT
+        theirs = peak_of(shape, case, "authors").above if runs else None
+        above[case], weights = mine.above, mine.weights
+        findings.rows.append(BenchRow(f"{name}: memory", ours_memory=mine.above, authors_memory=theirs))
+    findings.limits += [
+        Limit("ICL scoring, memory with the weights over the weights", 1 + above["icl"] / weights, 1.6),
+        Limit("layer-causal step, memory over a vanilla step", above["lcgd_30"] / above["ft_30"], 1.0),
+        Limit("linearized step, memory over a vanilla step", above["linearized_300"] / above["ft_300"], 2.2),
+    ]
+
+
+def peak_of(shape: Shape, case: str, way: str) -> Peak:
+    """Measure one case in a new process, whose memory nothing else has touched; `shape` is one of `SHAPES`."""
+    command = [sys.executable, "-m", "fairseq_icl.bench.measure", shape.name, case, way]
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return Peak(**json.loads(result.stdout.splitlines()[-1]))
+
+
+def main(argv: list[str]) -> None:
+    """Build the model, warm up on a few tokens so that libraries have what they keep, measure, print JSON."""
+    shape, case, way = SHAPES[argv[0]], argv[1], argv[2]
+    model = model_of(shape)
+    weights = weight_bytes(model.lm)
+    run = (_scoring if case in ("icl", "zsl") else _training)(shape, model, case, way)
+    run(True)
+    above = peak_bytes_of(lambda: run(False))
+    print(json.dumps({"weights": weights, "above": above}))
+
+
+def _scoring(shape: Shape, model: Model, case: str, way: str) -> Callable[[bool], None]:
+    """Score queries, few and short ones to warm up."""
+
+    def run(warm_up: bool) -> None:
+        prompts = random_prompts(shape, num_demonstrations=1 if warm_up else 32, num_queries=1 if warm_up else 40)
+        if way == "ours":
+            observe(model, prompts, in_context=case == "icl")
+        else:
+            authors.score(model.lm, prompts.queries[-1], prompts.context if case == "icl" else prompts.start)
+
+    return run
+
+
+def _training(shape: Shape, model: Model, case: str, way: str) -> Callable[[bool], None]:
+    """One fine-tuning step, on few tokens to warm up. The first moves the weights, so linearized tangents exist."""
+    from fairseq_icl.bench.training import TrainingSteps, samples_of  # which measures with what is above
+
+    method, tokens = case.rsplit("_", 1)
+    steps = TrainingSteps(model, method) if way == "ours" else None
+    step = steps.step if steps is not None else authors.step_of(model.lm, method)
+
+    def run(warm_up: bool) -> None:
+        (sample,) = samples_of([demonstration(shape, WARM_UP_TOKENS if warm_up else int(tokens))])
+        step(sample)
+        if warm_up and steps is not None:
+            steps.optimizer.zero_grad()
+
+    return run
 
 
 def peak_bytes_of(way: Callable[[], object]) -> int:
@@ -76,3 +172,7 @@ def _status(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise KeyError(field)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

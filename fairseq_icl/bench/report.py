@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fairseq_icl.results import text_table
+
 MEBI = 2**20
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One thing measured both ways. Seconds, bytes of peak memory beside the weights, bytes on disk."""
 
     what: str
@@ -42,7 +44,7 @@ class Row:
 
 HEADER = ["", "ours s", "authors s", "times faster", "ours MiB", "authors MiB", "ours kB", "authors kB", "of GEMM rate"]
 PREAMBLE = """\
-Made by `{command}`. "Ours" is what `fairseq-train` and `fairseq-validate` run with this plugin.
+Made by `{command}`. "Ours" is `observe`, `fine_tuned` and `compare`, which every command of this plugin runs.
 "Authors" is the protocol of the two papers' code, rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py):
 every query alone behind the whole prompt, whole attention maps, all logits, gradients of all weights, records as JSON
 lines. tests/bench checks that it gives the numbers their code gave."""
@@ -73,7 +75,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One point of a sweep: seconds a query once the prefix is there, and what else it costs."""
 
     sweep: str
@@ -85,23 +87,28 @@ class Point:
 
 
 @dataclass
-class Findings:
+class BenchFindings:
     """All that one run of the benchmark found."""
 
     shape: str
     title: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
+    points: list[SweepPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def expect_faster(self, row: BenchRow, times: float, what: str) -> None:
+        """A limit: in `row` our way is to be so many times faster. None where the authors' way did not run."""
+        if row.ratio is not None:
+            self.limits.append(Limit(what, row.ratio, times, at_least=True))
 
     def text(self) -> str:
         """Everything, for the terminal."""
         parts = [self.title]
         if self.rows:
-            parts += [_aligned([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
+            parts += [text_table([HEADER, *(row.cells() for row in self.rows)], names=1), EXPLANATION]
         if self.points:
-            parts.append(_aligned([SWEEP_HEADER, *map(_sweep_cells, self.points)]))
+            parts.append(text_table([SWEEP_HEADER, *map(_sweep_cells, self.points)], names=1))
         parts += ["\n".join(self.notes), "\n".join(limit.line() for limit in self.limits)]
         return "\n\n".join(part for part in parts if part)
 
@@ -130,13 +137,13 @@ class Findings:
 SWEEP_HEADER = ["sweep", "context tokens", "prefix, once: s", "ours: ms a query", "authors: ms a query", "times faster"]
 
 
-def _sweep_cells(point: Point) -> list[str]:
+def _sweep_cells(point: SweepPoint) -> list[str]:
     name = f"{point.x} {point.sweep}"
     times = [f"{point.prefix:.2f}", f"{1000 * point.ours:.1f}", f"{1000 * point.authors:.0f}"]
     return [name, f"{point.context:,}", *times, f"{point.authors / point.ours:.0f}"]
 
 
-def plot(points: Sequence[Point], path: Path) -> None:
+def plot(points: Sequence[SweepPoint], path: Path) -> None:
     """Milliseconds a query against what is swept, both ways, logarithmic."""
     from matplotlib.figure import Figure  # slow to import, and not pyplot, which would want a screen
 
@@ -159,17 +166,6 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 def _text(value: float | None, pattern: str) -> str:
     return "" if value is None else pattern.format(value)
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

@@ -3,24 +3,32 @@
 Speed and memory do not depend on what the weights are, so nothing has to be downloaded.
 """
 
-from dataclasses import dataclass
+import atexit
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import torch
 from fairseq.data import Dictionary
-from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from torch import nn
 
+from fairseq_icl.files import PACKAGE, read_yaml
+from fairseq_icl.models import Model
+from fairseq_icl.models.files import ModelFiles, find_files, random_model, random_model_options
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.prompts.build import FinetuningSequence, PromptSet, Query
+from fairseq_icl.prompts import BOS, EOS
+from fairseq_icl.prompts.build import FinetuningSequence, Prompts, Query
 from fairseq_icl.prompts.catalogue import load_spec
-from fairseq_icl.prompts.tokens import BOS, EOS
-from fairseq_icl.tasks.demonstration_prompting import freeze_all_but
+from fairseq_icl.settings import Settings
 
 SPECIAL_SYMBOLS = 4
-TRAINED = "k_proj,v_proj"
 DEMONSTRATION_TOKENS, QUERY_TOKENS = 26, 30
 """About what an SST-2 demonstration and query have under GPT-2's BPE."""
+PUBLISHED = ("125m", "355m", "1.3b")
+"""Sizes of fairseq's dense language models (config/model) that are measured."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,17 @@ class Shape:
     layers: int
     width: int
     heads: int
-    vocabulary: int = 50264
+    ffn: int
+    vocabulary: int
+
+    def sizes(self) -> dict[str, int]:
+        """The numbers, as the model configurations write them."""
+        return {name: size for name, size in asdict(self).items() if name != "name"}
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer that multiply activations: four attention projections and a fourfold feed-forward."""
-        return 12 * self.width**2
+        """Weights of one layer that multiply activations: four attention projections and the feed-forward's two."""
+        return 4 * self.width**2 + 2 * self.width * self.ffn
 
     def scoring_flops(self, rows: int, context: int, logit_rows: int) -> float:
         """Operations of `rows` query tokens after `context` others, `logit_rows` of which reach the vocabulary."""
@@ -55,56 +68,46 @@ class Shape:
         return float(2 * forward + k_and_v + head + tangents)
 
 
+def _published(name: str) -> Shape:
+    return Shape(name, **read_yaml(PACKAGE / "config" / "model" / f"{name}.yaml")["shape"])
+
+
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", layers=4, width=128, heads=4, vocabulary=8000),
-        Shape("125m", layers=12, width=768, heads=12),
-        Shape("355m", layers=24, width=1024, heads=16),
-        Shape("1.3b", layers=24, width=2048, heads=32),
-    )
+    "tiny": Shape("tiny", layers=4, width=128, heads=4, ffn=512, vocabulary=8000),
+    **{name: _published(name) for name in PUBLISHED},
 }
 
 
-def dictionary_of(shape: Shape) -> Dictionary:
-    """As many symbols as the shape's vocabulary has."""
+@lru_cache
+def files_of(shape: Shape) -> ModelFiles:
+    """Dictionary and options of a model of the shape, in a folder that goes with the process; no weights are there."""
+    folder = Path(tempfile.mkdtemp(prefix="fairseq-icl-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     dictionary = Dictionary()
     for number in range(shape.vocabulary - len(dictionary)):
         dictionary.add_symbol(f"token{number}")
-    return dictionary
+    dictionary.save(str(folder / "dict.txt"))
+    torch.save({"args": random_model_options(shape.sizes()), "model": {}}, folder / "model.pt")
+    return find_files(folder, name=shape.name, bpe=None)
 
 
-def random_model(shape: Shape, seed: int = 1) -> PretrainedLM:
-    """A model like fairseq's dense LMs (pre-norm, gelu, sinusoidal positions, tied embeddings); only k and v learn."""
-    config = TransformerLanguageModelConfig(
-        decoder_embed_dim=shape.width,
-        decoder_input_dim=shape.width,
-        decoder_output_dim=shape.width,
-        decoder_ffn_embed_dim=4 * shape.width,
-        decoder_layers=shape.layers,
-        decoder_attention_heads=shape.heads,
-        decoder_normalize_before=True,
-        activation_fn="gelu",
-        share_decoder_input_output_embed=True,
-        dropout=0.0,
-        max_target_positions=2048,
-        tokens_per_sample=2048,
-        add_bos_token=False,
-        tpu=False,
-    )
-    dictionary = dictionary_of(shape)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-        model = PretrainedLM(TransformerLanguageModel.build_model(config, vocabulary).decoder)
-    freeze_all_but(model, TRAINED, biases=True)
-    model.eval()
-    return model
+def model_of(shape: Shape, seed: int = 1) -> Model:
+    """A model of the shape with random weights, of which k and v learn."""
+    files = files_of(shape)
+    lm = PretrainedLM(random_model(files.load_dictionary(), shape.sizes(), seed).decoder).eval()
+    let_k_and_v_learn(lm)
+    return Model(lm, files)
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
+def let_k_and_v_learn(lm: PretrainedLM) -> None:
+    """What learns by default, and nothing else."""
+    settings = Settings()
+    lm.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+
+
+def weight_bytes(module: nn.Module) -> int:
     """Bytes of the weights, tied ones once."""
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def random_prompts(
@@ -115,7 +118,7 @@ def random_prompts(
     demonstration_tokens: int = DEMONSTRATION_TOKENS,
     query_tokens: int = QUERY_TOKENS,
     seed: int = 1,
-) -> PromptSet:
+) -> Prompts:
     """Prompts of a two-class task; lengths are spread evenly from half to one and a half times the given ones."""
     rng = Random(seed)
     label_words = tuple((token,) for token in rng.sample(range(SPECIAL_SYMBOLS, shape.vocabulary), 2))
@@ -131,14 +134,15 @@ def random_prompts(
     for text in texts:
         spans.append((len(context), len(context) + len(text)))
         context += (*text, EOS)
-    return PromptSet(
+    return Prompts(
         spec=load_spec("sst2"),
+        settings=Settings(num_demonstrations=num_demonstrations, seed=seed),
+        start=(BOS,),
         context=tuple(context),
         context_rows=tuple(range(num_demonstrations)),
         context_spans=tuple(spans),
         queries=tuple(query(row, query_tokens) for row in range(num_queries)),
         finetuning=tuple(sequence(row, text) for row, text in enumerate(texts)),
-        num_requested=num_demonstrations,
     )
 
 

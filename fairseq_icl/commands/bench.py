@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-from fairseq_icl.bench.memory import measure_memory
-from fairseq_icl.bench.pipeline import measure_pipeline
-from fairseq_icl.bench.report import Findings
-from fairseq_icl.bench.scale import measure_scale
+from fairseq_icl.bench.measure import measure_memory
+from fairseq_icl.bench.report import BenchFindings
 from fairseq_icl.bench.scoring import measure_growth, measure_metrics, measure_scoring
-from fairseq_icl.bench.shapes import SHAPES, Shape, random_model, random_prompts
+from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
 from fairseq_icl.bench.training import METHODS, check_training, measure_training
+from fairseq_icl.bench.whole import measure_experiment, measure_pipeline
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import PACKAGE
 
 PARTS = ("zsl", "icl", "metrics", "ft", "lcgd", "linearized", "sweep", "pipeline", "memory")
 IN_PROCESS = PARTS[:-1]
@@ -65,7 +65,7 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], None]) -> Findings:
+def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], None]) -> BenchFindings:
     """Measure the parts one after another."""
     title = f"{shape.name} shape ({shape.layers} layers, width {shape.width}, vocabulary {shape.vocabulary:,}), fp32, "
     threads = torch.get_num_threads()
@@ -73,23 +73,23 @@ def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], Non
         "1 thread, processor time" if threads == 1 else f"{threads} threads, wall-clock time"
     )
     title += f" ({platform.machine()}), torch {torch.__version__}"
-    findings = Findings(shape.name, title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
+    findings = BenchFindings(shape.name, title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
     if set(parts) & set(IN_PROCESS):
         measure_in_process(findings, shape, parts, quick, say)
     if "memory" in parts:
         measure_memory(findings, shape, say)
     if SCALE in parts:
-        measure_scale(findings, shape, 20 if quick else 100, say)
+        measure_experiment(findings, shape, 20 if quick else 100, say)
     return findings
 
 
 def measure_in_process(
-    findings: Findings, shape: Shape, parts: list[str], quick: bool, say: Callable[[str], None]
+    findings: BenchFindings, shape: Shape, parts: list[str], quick: bool, say: Callable[[str], None]
 ) -> None:
     """The parts that share one model."""
     rounds, sample = (2, 2) if quick else (4, 4)
     say(f"a random model of the {shape.name} shape")
-    model, prompts = random_model(shape), random_prompts(shape)
+    model, prompts = model_of(shape), random_prompts(shape)
     settings = [part for part in ("zsl", "icl") if part in parts]
     if settings:
         say("scoring")
@@ -102,11 +102,10 @@ def measure_in_process(
         say("fine-tuning steps")
         check_training(findings, shape, model, methods)
         measure_training(findings, shape, model, methods, 3 * rounds)
-        model.reset_to_base()
     if "sweep" in parts:
         say("cost a query as prompts and queries grow")
         measure_growth(findings, shape, model, rounds)
     if "pipeline" in parts:
         say("whole pipeline")
         size = QUICK_VALIDATION_SIZE if quick else VALIDATION_SIZE
-        measure_pipeline(findings, shape, model, random_prompts(shape, num_queries=size), sample)
+        measure_pipeline(findings, model, random_prompts(shape, num_queries=size), sample)

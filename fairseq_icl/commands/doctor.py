@@ -129,7 +129,7 @@ def _find_tokenizer(findings: Findings, folder: Path, dictionary: Dictionary, te
         ids = bpe and _try(findings, "tokenizer", lambda bpe=bpe: line_encoder(dictionary, bpe)(text))
         if not ids:
             return None
-        back = bpe.decode(dictionary.string(ids))
+        back = bpe.decode(dictionary.string(ids)) if bpe is not None else ""
         unknown = ids.count(dictionary.unk())
         if unknown > len(ids) / 2 or (not unknown and back.strip() != text.strip()):
             findings.bad("tokenizer", f"--bpe {name} turns {text!r} into {back!r}: files of another model?")

@@ -40,7 +40,7 @@ def _flag(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]
     return name, kind, dataclasses.field(default=default, metadata={"help": text})
 
 
-ICLSimilarityConfig = dataclasses.make_dataclass(
+ICLSimilarityConfig: Any = dataclasses.make_dataclass(
     "ICLSimilarityConfig",
     [
         *flags_of(NAME),
@@ -105,8 +105,9 @@ class ICLSimilarity(FairseqCriterion):
             self.observers = self._make_observers(model)
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
         seen = {name: observer(queries) for name, observer in self.observers.items()}
-        settings = {name: seen[name] for name in ("zsl", "icl", "ft") if name in seen}
-        self.collector.add(example, **settings, **self._extras(queries, seen))
+        settings: dict[str, Observation] = {name: part for name, part in seen.items() if name != "other_ft"}
+        extras = self._extras(queries, seen)
+        self.collector.add(example, seen["zsl"], seen["icl"], seen.get("ft"), **extras)
         if self.cfg.save_activations:
             self.kept.append((example, settings))
         answered = seen.get("ft", seen["zsl"])

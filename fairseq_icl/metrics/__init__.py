@@ -14,7 +14,7 @@ Values are averaged over examples, then over layers. docs/adding_a_metric.md wal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -85,6 +85,7 @@ class Ratio(NamedTuple):
 
 
 Outcome = Tensor | Similarity | Ratio
+Function = TypeVar("Function", bound=Callable[..., Outcome])
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ _loaded_entry_points = False
 
 def metric(
     name: str, *, settings: Iterable[str] = SETTINGS, needs: Iterable[str] = ()
-) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+) -> Callable[[Function], Function]:
     """Register a function as the metric `name` and return it unchanged.
 
     **Arguments**
@@ -119,7 +120,7 @@ def metric(
         if unknown:
             raise ValueError(f"metric {name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
 
-    def register(compute: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    def register(compute: Function) -> Function:
         if name in BY_READING:
             raise ValueError(
                 f"metric {name}: this name stands for {', '.join(name + e for e in BY_READING[name][1].values())}"

@@ -58,7 +58,9 @@ class TrainingTokens:
         place = {
             row: (start, length) for row, start, length in zip(training_rows, starts, training_lengths, strict=True)
         }
-        recorded, demonstration, positions = [], [], []
+        recorded: list[Tensor] = []
+        demonstration: list[Tensor] = []
+        positions: list[Tensor] = []
         for row, (begin, end) in zip(context_rows, context_spans, strict=True):
             if row not in place:
                 continue

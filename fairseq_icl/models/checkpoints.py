@@ -62,9 +62,13 @@ def saved_model_options(state: dict[str, Any], path: str | Path) -> dict[str, An
     cfg = state.get("cfg")
     if cfg is None:
         raise UserError(f"{path}: neither 'args' nor 'cfg' in the checkpoint, so its architecture is unknown")
-    cfg = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
-    model = cfg["model"]
-    return dict(vars(model)) if isinstance(model, Namespace) else dict(model)
+    content: Any = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
+    model = content.get("model") if isinstance(content, dict) else None
+    if isinstance(model, Namespace):
+        return dict(vars(model))
+    if not isinstance(model, dict):
+        raise UserError(f"{path}: its 'cfg' has no section 'model', so its architecture is unknown")
+    return model
 
 
 def language_model_config(state: dict[str, Any], path: str | Path) -> TransformerLanguageModelConfig:

@@ -66,7 +66,7 @@ class LinearizedLM(PretrainedLM):
             parameter.requires_grad_(False)
         for slots in self._slots.values():
             module, attribute = slots[0]
-            weight = module._parameters[attribute].detach()
+            weight = getattr(module, attribute).detach()
             # A buffer follows .half() and .to(device) with its module; checkpoints hold the deltas only.
             module.register_buffer(f"{attribute}_base", weight, persistent=False)
             delta = nn.Parameter(torch.zeros_like(weight))

@@ -7,6 +7,7 @@ Every number of the package that is read off a model passes through `Observer`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,9 +129,7 @@ def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
             )
 
 
-def _whole_prompt(
-    decoder: torch.nn.Module, layout: Layout, context: tuple[int, ...], context_row: bool
-) -> Callable[[], Seen]:
+def _whole_prompt(decoder: Any, layout: Layout, context: tuple[int, ...], context_row: bool) -> Callable[[], Seen]:
     """The plain pass: context and query in one sequence, by the decoder's own code."""
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
@@ -148,7 +147,7 @@ def _whole_prompt(
     return run
 
 
-def _on_prefix(decoder: torch.nn.Module, layout: Layout, prefix: Prefix, context_row: bool) -> Callable[[], Seen]:
+def _on_prefix(decoder: Any, layout: Layout, prefix: Prefix, context_row: bool) -> Callable[[], Seen]:
     """The shared-prefix pass: only the tokens after the context."""
     tokens = layout.tokens().to(next(decoder.parameters()).device)
 

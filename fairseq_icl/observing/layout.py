@@ -109,13 +109,21 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
                 entries.append((number, option, len(logit_rows), token))
                 logit_rows.append((first + option, len(tokens) - 1 + offset))
     weights = [1 / len(queries[number].labels[option]) for number, option, _, _ in entries]
+    logit_sequence, logit_position = torch.tensor(logit_rows).unbind(1)
+    entry_query, entry_option, entry_logits, entry_token = torch.tensor(entries).unbind(1)
+    recorded_sequence, recorded_position = torch.tensor(recorded).unbind(1)
     return Layout(
-        tuple(sequences),
-        torch.tensor([len(query.labels) for query in queries]),
-        *torch.tensor(logit_rows).unbind(1),
-        *torch.tensor(entries).unbind(1),
-        torch.tensor(weights),
-        *torch.tensor(recorded).unbind(1),
+        sequences=tuple(sequences),
+        num_options=torch.tensor([len(query.labels) for query in queries]),
+        logit_sequence=logit_sequence,
+        logit_position=logit_position,
+        entry_query=entry_query,
+        entry_option=entry_option,
+        entry_logits=entry_logits,
+        entry_token=entry_token,
+        entry_weight=torch.tensor(weights),
+        recorded_sequence=recorded_sequence,
+        recorded_position=recorded_position,
     )
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +57,15 @@ class Observation:
     def take(self, index: Tensor | Sequence[int]) -> "Observation":
         """The chosen examples, in that order."""
         chosen = torch.as_tensor(index, dtype=torch.long)
-        return replace(self, **{name: value[chosen] for name, value in self.tensors().items()})
+        taken: dict[str, Any] = {name: value[chosen] for name, value in self.tensors().items()}
+        return replace(self, **taken)
 
 
 def concatenate(observations: Sequence[Observation]) -> Observation:
     """Observations of the same setting joined; rows and options are filled up to the largest."""
     columns = max(part.attention_row.size(-1) for part in observations)
     options = max(part.option_logprobs.size(-1) for part in observations)
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in observations[0].tensors():
         values = [getattr(part, name) for part in observations]
         if name == "attention_row":
@@ -92,7 +94,14 @@ def save_observations(
         for row, queries in (seen.training_queries or {}).items():
             tensors[f"{setting}.{QUERIES}.{row}"] = queries.to(PRECISIONS[precision]).contiguous()
     metadata = {"format": FORMAT, "settings": json.dumps(described)}
-    write_atomically(path, lambda unfinished: save_file(tensors, unfinished, metadata))
+
+    def save(unfinished: Path) -> None:
+        try:
+            save_file(tensors, unfinished, metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+    write_atomically(path, save)
 
 
 def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]:
@@ -106,13 +115,13 @@ def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
             example = tensors.pop("example").long()
             return example, {name: _rebuilt(name, facts, tensors) for name, facts in described.items()}
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: damaged, or not a file of observations ({error})") from error
 
 
-def _rebuilt(setting: str, facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Observation:
+def _rebuilt(setting: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observation:
     """One setting's observation out of the tensors of a file."""
-    values: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     queries: dict[int, Tensor] = {}
     for full_name, tensor in tensors.items():
         owner, name, *row = full_name.split(".")
@@ -123,7 +132,7 @@ def _rebuilt(setting: str, facts: Mapping[str, str], tensors: Mapping[str, Tenso
             else:
                 values[name] = value
     values["attention_row"] = _with_padding(values["attention_row"], values["query_length"])
-    return Observation(**values, training_queries=queries or None, **facts)  # type: ignore[arg-type]
+    return Observation(**values, training_queries=queries or None, **facts)
 
 
 def _without_padding(observation: Observation) -> Tensor:

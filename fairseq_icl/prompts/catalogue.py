@@ -25,7 +25,18 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "fairseq_icl.datasets"
 FOLDER = Path(__file__).parent / "datasets"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
-KEYS = ("name", "version", "source", "fields", "cut", "template", "label", "label_words", "label_names", "options")
+KEYS: tuple[str, ...] = (
+    "name",
+    "version",
+    "source",
+    "fields",
+    "cut",
+    "template",
+    "label",
+    "label_words",
+    "label_names",
+    "options",
+)
 KEYS += ("splits", "papers", "note")
 OPTION_KEYS = ("from", "label", "names")
 

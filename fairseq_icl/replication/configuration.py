@@ -105,14 +105,14 @@ def plain(config: DictConfig) -> dict[str, Any]:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
-        values = OmegaConf.to_container(config, resolve=True)
+        values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     values.pop("hydra", None)
     if values["model"]["name"] is None:
         values["model"]["name"] = Path(values["model"]["path"]).resolve().parent.name or "model"
     check(values)
-    return values
+    return dict(values)
 
 
 KINDS: dict[str, tuple[type, ...]] = {

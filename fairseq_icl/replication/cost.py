@@ -111,9 +111,10 @@ def _by_name(stages: dict[Stage, tuple[int, Cell]], seconds: dict[Stage, float])
         "ft": "observing FT",
         "measure": "computing metrics",
     }
-    parts: Counter[str] = Counter()
+    parts: dict[str, float] = {}
     for stage, (count, _) in stages.items():
-        parts[names[stage.name]] += seconds[stage] * count
+        name = names[stage.name]
+        parts[name] = parts.get(name, 0.0) + seconds[stage] * count
     return [(name, parts[name]) for name in names.values() if name in parts]
 
 
@@ -177,6 +178,7 @@ def measure_stages(
             cell = cell.changed(layer_clip="none", layer_clip_value=None)
             whole = shallow[0].engine.prompts_of(cell)
             prompts.append(whole)
+            sizes: tuple[int, ...]
             if stage.name in ("model", "prompts"):
                 sizes, full = (1,), 1  # whole in any case
             elif stage.name == "train":
@@ -210,7 +212,12 @@ class ShallowModel:
         """Seconds of the stage with `size` demonstrations (train) or queries; what comes before it is done already."""
         if stage.name in ("prompts", "model"):
             work: Callable[[Cell], Any] = self.engine.prompts_of if stage.name == "prompts" else self.engine.base_model
-            return _timed(lambda: (self.engine.forget(), work(cell)))[1]  # each trial from the files
+
+            def from_files() -> Any:
+                self.engine.forget()
+                return work(cell)
+
+            return _timed(from_files)[1]
         self.engine.base_model(cell)
         if stage.name == "train":
             part = _part(self.engine.prompts_of(cell), size)

@@ -106,7 +106,7 @@ class Engine:
     def compare(self, cell: Cell, observations: Sequence[Observation]) -> pd.DataFrame:
         """The tidy table of the cell: ICL against its method, or two methods against each other."""
         zsl, icl, *trained = observations
-        both = {"other_ft": trained[1], "metrics": ["alpha"]} if len(trained) == 2 else {}
+        both: dict[str, Any] = {"other_ft": trained[1], "metrics": ["alpha"]} if len(trained) == 2 else {}
         return compare(self.prompts_of(cell), zsl, icl, *trained[:1], **both).assign(method=cell.method)
 
     def _still_needed(self, keyed: dict[str, Cell]) -> set[str]:

@@ -140,7 +140,7 @@ def _matches(rule: Mapping[str, list[str]], place: Mapping[str, str]) -> bool:
 def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     """k, runs and learning rate: the command line's, else the paper's for this model, else the paper's."""
     by_model = config["published_settings"] or {}
-    of_model = by_model.get(config["model"]["name"]) or next(iter(by_model.values()), {})
+    of_model: Mapping[str, Any] = by_model.get(config["model"]["name"]) or next(iter(by_model.values()), {})
     said = dict(spec.papers.get(config["paper"], BLANK_PAPER)) | dict(of_model.get(spec.name, {}))
     k = said.get("k") if config["num_demonstrations"] is None else config["num_demonstrations"]
     varied = {*config["vary"], *(key for changes in config["variants"].values() for key in changes)}

@@ -34,8 +34,8 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
             "models, give model=PATH/model.pt, or model.random=true for random weights of that shape"
         )
     if config["random"] and not make:  # only looked at, not made yet
-        files = {flag: Path(beside or "") / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
-        return ModelFiles(config["name"], checkpoint, Path(beside or "") / "dict.txt", config["bpe"], files)
+        named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
+        return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
     files = find_files(checkpoint, name=config["name"], bpe=config["bpe"], tokenizer=beside)
     for path in (files.dictionary, *files.tokenizer.values()):
         if not path.is_file():

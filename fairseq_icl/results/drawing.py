@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import nearest
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.grid": True,
     "grid.alpha": 0.3,

@@ -59,7 +59,7 @@ def find_base(reference: dict[str, str], path: str) -> str:
     )
 
 
-def _options(dataclass: type, saved: dict[str, Any] | None, flags: dict[str, Any]) -> dict[str, Any]:
+def _options(dataclass: Any, saved: dict[str, Any] | None, flags: dict[str, Any]) -> dict[str, Any]:
     """Fields of a configuration class: its defaults, overlaid by the saved values, overlaid by the flags."""
     options = {}
     for name, field in dataclass.__dataclass_fields__.items():

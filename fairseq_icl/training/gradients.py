@@ -21,7 +21,7 @@ import json
 import math
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -39,7 +39,7 @@ from fairseq_icl.results.gradients import COLUMNS, METADATA_KEY, heatmap_matrix,
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
-Limits = list[float] | pd.DataFrame
+Limits: TypeAlias = list[float] | pd.DataFrame
 """Per layer; or by step: demonstration and norms (list, one per layer)."""
 FROM_FILE = "from:"
 SAMPLED_VALUES = 16

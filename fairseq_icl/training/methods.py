@@ -155,7 +155,7 @@ def training_options(method: Method, settings: Settings, files: ModelFiles, data
 
 def training_command(options: Mapping[str, Any], **more: Any) -> str:
     """The command line that does the same as a run with these options in this process."""
-    words = ["fairseq-train", str(options["data"]), "--user-dir", "fairseq_icl"]
+    words = ["fairseq-train", "--user-dir", "fairseq_icl", str(options["data"])]
     for name, value in (dict(options) | more).items():
         if name != "data" and value is not False:
             flag = "--pretrained" if name == "base_model" else f"--{name.replace('_', '-')}"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from fairseq.data import Dictionary
 
-from fairseq_icl.bench import authors, authors_training, ours
+from fairseq_icl.bench import authors
 from fairseq_icl.bench.shapes import sequence
+from fairseq_icl.bench.training import samples_of
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
 from fairseq_icl.prompts.build import Query
 from tests.conftest import SET_A
@@ -58,8 +59,8 @@ def test_finetuning_gives_the_golden_losses(model: PretrainedLM, method: str) ->
     learning_rate = json.loads((SET_A / "model" / "config.json").read_text())["lr"]
     learning_rate = learning_rate[TASK] if isinstance(learning_rate, dict) else learning_rate
     tokens = golden_tokens()["ft"]["src_tokens"]
-    samples = ours.samples_of([sequence(row, tuple(text[1:])) for row, text in enumerate(tokens)])
-    step = authors_training.step_of(model, method, learning_rate)
+    samples = samples_of([sequence(row, tuple(text[1:])) for row, text in enumerate(tokens)])
+    step = authors.step_of(model, method, learning_rate)
     with np.load(SET_A / "ft" / f"{TASK}_p0_{METHODS[method]}.npz") as stored:
         np.testing.assert_allclose([step(sample) for sample in samples], stored["step_loss_sum"], rtol=1e-5)
 

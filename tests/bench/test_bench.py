@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fairseq_icl.bench.memory import peak_of
-from fairseq_icl.bench.pipeline import measure_pipeline
-from fairseq_icl.bench.report import Findings
+from fairseq_icl.bench.measure import peak_of
+from fairseq_icl.bench.report import BenchFindings
 from fairseq_icl.bench.scoring import measure_growth, measure_metrics, measure_scoring
-from fairseq_icl.bench.shapes import Shape, random_model, random_prompts
+from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
 from fairseq_icl.bench.training import check_training, measure_training
-from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.bench.whole import measure_pipeline
+from fairseq_icl.models import Model
 
-SHAPE = Shape("test", layers=3, width=128, heads=4, vocabulary=6000)
+SHAPE = Shape("test", layers=3, width=128, heads=4, ffn=512, vocabulary=6000)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,22 +29,33 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model() -> PretrainedLM:
-    return random_model(SHAPE)
+def model() -> Model:
+    return model_of(SHAPE)
 
 
 @pytest.fixture
-def findings() -> Findings:
-    return Findings("tiny", "test")
+def findings() -> BenchFindings:
+    return BenchFindings("tiny", "test")
 
 
-def value(findings: Findings, start: str) -> float:
+def value(findings: BenchFindings, start: str) -> float:
     """The figure of the one limit whose text starts so."""
     (limit,) = [limit for limit in findings.limits if limit.what.startswith(start)]
     return limit.value
 
 
-def test_scoring_in_context_is_faster_and_equal(findings: Findings, model: PretrainedLM) -> None:
+def weights_of(model: Model) -> dict[str, torch.Tensor]:
+    """A copy of all weights."""
+    return {name: parameter.detach().clone() for name, parameter in model.lm.named_parameters()}
+
+
+def assert_unchanged(model: Model, before: dict[str, torch.Tensor]) -> None:
+    """The model has the weights it had, to the bit, and the same ones learn."""
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.lm.named_parameters())
+    assert len(model.lm.trained_names) == 4 * SHAPE.layers  # weights and biases of k and v
+
+
+def test_scoring_in_context_is_faster_and_equal(findings: BenchFindings, model: Model) -> None:
     prompts = random_prompts(SHAPE, num_queries=60)
     measure_scoring(findings, SHAPE, model, prompts, ["zsl", "icl"], rounds=2, sample=2)
     assert value(findings, "ICL scoring, times faster") > 5
@@ -52,34 +63,35 @@ def test_scoring_in_context_is_faster_and_equal(findings: Findings, model: Pretr
     assert value(findings, "ICL scoring, largest relative difference") < 1e-5
 
 
-def test_metrics_are_faster_and_their_files_smaller(findings: Findings, model: PretrainedLM) -> None:
+def test_metrics_are_faster_and_their_files_smaller(findings: BenchFindings, model: Model) -> None:
     measure_metrics(findings, SHAPE, model, random_prompts(SHAPE, num_queries=30), rounds=2, sample=3)
     assert findings.rows[0].ratio > 2
     assert value(findings, "bytes written") < 0.1
     assert value(findings, "the same with --save-activations") < 0.12
 
 
-def test_finetuning_steps_are_not_slower_and_equal(findings: Findings, model: PretrainedLM) -> None:
+def test_finetuning_steps_are_not_slower_and_equal(findings: BenchFindings, model: Model) -> None:
+    before = weights_of(model)
     methods = ["ft", "lcgd", "linearized"]
     check_training(findings, SHAPE, model, methods)
-    measure_training(findings, SHAPE, model, methods, rounds=5)
-    model.reset_to_base()
+    measure_training(findings, SHAPE, model, methods, rounds=20)  # of milliseconds each
     assert value(findings, "vanilla weights") < 1e-4
     assert value(findings, "layer-causal weights") < 1e-4
     assert value(findings, "vanilla step, times faster") > 0.9
     assert value(findings, "layer-causal step, times faster") > 1.1
     assert value(findings, "layer-causal step, time over a vanilla step") < 4
     assert value(findings, "linearized step, time over a vanilla step") < 5
+    assert_unchanged(model, before)
 
 
-def test_whole_pipeline_is_faster_and_leaves_the_model_as_it_was(findings: Findings, model: PretrainedLM) -> None:
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    measure_pipeline(findings, SHAPE, model, random_prompts(SHAPE, num_queries=60), sample=2)
+def test_whole_pipeline_is_faster_and_leaves_the_model_as_it_was(findings: BenchFindings, model: Model) -> None:
+    before = weights_of(model)
+    measure_pipeline(findings, model, random_prompts(SHAPE, num_queries=60), sample=2)
     assert value(findings, "whole pipeline") > 4
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert_unchanged(model, before)
 
 
-def test_cost_of_a_query_hardly_grows_with_the_demonstrations(findings: Findings, model: PretrainedLM) -> None:
+def test_cost_of_a_query_hardly_grows_with_the_demonstrations(findings: BenchFindings, model: Model) -> None:
     measure_growth(findings, SHAPE, model, rounds=1)
     ours = {point.x: point.ours for point in findings.points if point.sweep == "demonstrations"}
     theirs = {point.x: point.authors for point in findings.points if point.sweep == "demonstrations"}
@@ -87,5 +99,5 @@ def test_cost_of_a_query_hardly_grows_with_the_demonstrations(findings: Findings
 
 
 def test_scoring_needs_less_memory() -> None:
-    ours, authors = (peak_of(Shape("tiny", 4, 128, 4), "icl", way).above for way in ("ours", "authors"))
+    ours, authors = (peak_of(SHAPES["tiny"], "icl", way).above for way in ("ours", "authors"))
     assert ours < authors

@@ -26,6 +26,15 @@ def test_matrix_products_have_a_rate() -> None:
     assert 1e8 < gemm_rate(SHAPES["tiny"], rows=64) < 1e14
 
 
+def test_published_shapes_are_those_of_the_model_configurations() -> None:
+    assert SHAPES["125m"].sizes() == {"layers": 12, "width": 768, "heads": 12, "ffn": 3072, "vocabulary": 51200}
+    assert {name: shape.vocabulary for name, shape in SHAPES.items() if name != "tiny"} == {
+        "125m": 51200,
+        "355m": 51200,
+        "1.3b": 51200,
+    }
+
+
 def test_prompts_have_the_lengths_asked_for() -> None:
     prompts = random_prompts(SHAPES["125m"], num_demonstrations=32, num_queries=200)
     assert 24 < (len(prompts.context) - 1) / 32 - 1 < 28

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
-from fairseq_icl.bench.report import Findings, Limit, Point, Row
+from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit, SweepPoint
 
-ROWS = [Row("ICL scoring", 0.5, 20.0, gemm_share=0.61), Row("memory", ours_memory=2**20, authors_memory=5 * 2**20)]
-POINTS = [Point("demonstrations", k, 27 * k, 0.1 * k, 0.05, 0.1 * k) for k in (8, 64)]
+ROWS = [
+    BenchRow("ICL scoring", 0.5, 20.0, gemm_share=0.61),
+    BenchRow("memory", ours_memory=2**20, authors_memory=5 * 2**20),
+]
+POINTS = [SweepPoint("demonstrations", k, 27 * k, 0.1 * k, 0.05, 0.1 * k) for k in (8, 64)]
 
 
 def test_row_knows_how_many_times_faster_it_is() -> None:
@@ -13,6 +16,13 @@ def test_row_knows_how_many_times_faster_it_is() -> None:
     assert ROWS[1].ratio is None
     assert ROWS[0].cells()[:4] == ["ICL scoring", "0.500", "20.000", "40.0"]
     assert ROWS[1].cells()[4:6] == ["1", "5"]
+
+
+def test_speed_is_expected_where_both_ways_ran() -> None:
+    findings = BenchFindings("tiny", "a title")
+    for row in ROWS:
+        findings.expect_faster(row, 20, "times faster")
+    assert findings.limits == [Limit("times faster", 40.0, 20, at_least=True)]
 
 
 def test_limit_is_kept_on_its_side_of_the_bound() -> None:
@@ -23,14 +33,16 @@ def test_limit_is_kept_on_its_side_of_the_bound() -> None:
 
 
 def test_text_has_a_line_for_every_row_limit_and_point() -> None:
-    findings = Findings("tiny", "a title", ROWS, [Limit("times faster", 40, 20, at_least=True)], POINTS, ["a note"])
+    findings = BenchFindings(
+        "tiny", "a title", ROWS, [Limit("times faster", 40, 20, at_least=True)], POINTS, ["a note"]
+    )
     text = findings.text()
     for part in ("a title", "ICL scoring", "8 demonstrations", "a note", "ok      times faster: 40 (at least 20)"):
         assert part in text
 
 
 def test_page_and_plot_are_written(tmp_path: Path) -> None:
-    Findings("tiny", "a title", ROWS, [], POINTS).write(tmp_path, "fairseq-icl bench")
+    BenchFindings("tiny", "a title", ROWS, [], POINTS).write(tmp_path, "fairseq-icl bench")
     page = (tmp_path / "benchmark_tiny.md").read_text()
     assert "Made by `fairseq-icl bench`." in page
     assert "![cost per query](benchmark_tiny.png)" in page
@@ -39,5 +51,5 @@ def test_page_and_plot_are_written(tmp_path: Path) -> None:
 
 
 def test_no_plot_without_a_sweep(tmp_path: Path) -> None:
-    Findings("tiny", "a title", ROWS).write(tmp_path, "fairseq-icl bench")
+    BenchFindings("tiny", "a title", ROWS).write(tmp_path, "fairseq-icl bench")
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark_tiny.md"]

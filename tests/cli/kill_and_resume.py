@@ -13,8 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from fairseq_icl.cli import main
-from fairseq_icl.replication import replicate_command  # noqa: F401  imported before the forks
+from fairseq_icl.commands import main, replicate  # noqa: F401  imported before the forks
 
 
 def finished(folder: Path) -> dict[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_icl.checkpoints import read_checkpoint
+from fairseq_icl.models.checkpoints import read_checkpoint
 from tests.commands import assert_one_clear_line, succeeded
 from tests.world import World
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_icl.encoding import load_dictionary
-from fairseq_icl.gradients import heatmap_matrix, read_gradient_record
+from fairseq_icl.models.files import load_dictionary
+from fairseq_icl.results.gradients import heatmap_matrix, read_gradient_record
 from tests.commands import assert_one_clear_line, succeeded
 from tests.world import World, save_model
 
@@ -25,8 +25,8 @@ def test_layers_are_held_to_the_norms_of_vanilla_fine_tuning(world: World, vanil
     for name in ('"gnorm_layer_0"', '"gnorm_layer_2"', '"loss_layer_1"', '"nll_loss"'):
         assert name in result.text
     assert "loss_layer_2" not in result.text
-    norms = heatmap_matrix(read_gradient_record(tmp_path / "record.parquet"))  # (steps, layers)
-    assert norms.shape == heatmap_matrix(read_gradient_record(vanilla_record)).shape == (6, 3)
+    norms = heatmap_matrix(read_gradient_record(tmp_path / "record.parquet")[0])  # (steps, layers)
+    assert norms.shape == heatmap_matrix(read_gradient_record(vanilla_record)[0]).shape == (6, 3)
     assert (norms[:, :2] > 0).all()
     assert (norms[:, 2] == 0).all()
 

@@ -85,8 +85,8 @@ def test_all_launchers_give_the_same_tables(world, tmp_path):
 
 
 PLUGIN = '''
-from fairseq_icl.metrics.registry import metric
-from fairseq_icl.replication.methods import Method
+from fairseq_icl.metrics import metric
+from fairseq_icl.training.methods import Method
 
 flags = ("--criterion", "cross_entropy", "--clip-norm", "1")
 clipped = Method("gd_clipped", "vanilla fine-tuning with small steps", flags)
@@ -129,7 +129,7 @@ def test_a_package_from_outside_adds_a_dataset_a_metric_and_a_method(world, tmp_
 
 def test_a_method_in_a_module_is_found_by_plugins(world, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from fairseq_icl.replication.methods import Method, register_method\n"
+        "from fairseq_icl.training.methods import Method, register_method\n"
         'register_method(Method("fast", "large steps", ("--criterion", "cross_entropy", "--momentum", "0.5")))\n'
     )
     chosen = ["experiment=deutch2024", "method=fast", "init=pretrained", "plugins=[mine]"]

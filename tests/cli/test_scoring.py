@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fairseq_icl.observing.activations import load_activations
+from fairseq_icl.observing.observation import load_observations
 from fairseq_icl.results import means, read_results
 from tests.commands import Result, assert_one_clear_line, run, succeeded
 from tests.world import World
@@ -58,7 +58,7 @@ def test_table_says_what_made_it(scored: tuple[Result, Path], world: World) -> N
 
 
 def test_activations_are_those_behind_the_table(scored: tuple[Result, Path]) -> None:
-    example, seen = load_activations(scored[1] / "seen.safetensors")
+    example, seen = load_observations(scored[1] / "seen.safetensors")
     assert example.tolist() == list(range(NUM_QUERIES))
     assert set(seen) == {"zsl", "icl", "ft"}
     table = values(scored[1] / "scores.parquet")

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_icl.checkpoints import base_reference, read_checkpoint, sha256_of
-from fairseq_icl.encoding import load_dictionary
+from fairseq_icl.files import sha256_of
+from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
+from fairseq_icl.models.files import load_dictionary
 from tests.commands import PLUGIN, run, succeeded
 from tests.world import World, save_model
 

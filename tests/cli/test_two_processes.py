@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from fairseq_icl.checkpoints import read_checkpoint
-from fairseq_icl.gradients import read_gradient_record
+from fairseq_icl.models.checkpoints import read_checkpoint
+from fairseq_icl.results.gradients import read_gradient_record
 from tests.commands import succeeded
 from tests.world import World
 
@@ -31,7 +31,7 @@ def test_two_processes_have_the_gradients_of_one(world: World, tmp_path: Path):
     accumulated = ("--update-freq", 2, "--record-gradients", records["one"])
     succeeded(world.train(tmp_path / "one", *accumulated, criterion="layer_causal_ce"))
 
-    one, two = (read_gradient_record(path) for path in records.values())
+    one, two = (read_gradient_record(path)[0] for path in records.values())
     assert one["demonstration"].str.count(",").eq(1).all()  # two demonstrations an update
     pd.testing.assert_frame_equal(two, one, rtol=1e-5, atol=1e-7)
     weights = [read_checkpoint(tmp_path / name / "checkpoint_last.pt")["model"] for name in records]

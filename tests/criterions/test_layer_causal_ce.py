@@ -9,12 +9,11 @@ from fairseq.logging import metrics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fairseq_icl.criterions import unembedding_loss
-from fairseq_icl.criterions.layer_causal_ce import LayerCausalCrossEntropy, parse_layers
+from fairseq_icl.criterions.layer_causal_ce import LayerCausalCrossEntropy
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.reading import Reading
+from fairseq_icl.settings import Settings
 from tests.criterions.tiny_model import PAD, build_model, criterion, gradients, sample_of, task
 from tests.models.tiny_linearized import keys_and_values, random_deltas, set_deltas
 
@@ -87,8 +86,9 @@ def test_layers_outside_the_range_get_no_gradient():
     assert [name for name in logs if name.startswith("loss_layer_")] == ["loss_layer_1"]
 
 
-def test_task_reading_decides_what_no_flag_decides():
-    paper = SimpleNamespace(target_dictionary=task().target_dictionary, reading=Reading.of("paper", layer_loss="mean"))
+def test_settings_of_the_task_decide_what_no_flag_decides():
+    settings = Settings.of("paper", layer_loss="mean")
+    paper = SimpleNamespace(target_dictionary=task().target_dictionary, settings=settings)
     chosen = LayerCausalCrossEntropy(paper)
     assert (chosen.point, chosen.layer_loss) == ("attention", "mean")
     assert LayerCausalCrossEntropy(paper, layer_causal_point="layer").point == "layer"
@@ -133,27 +133,6 @@ def test_dummy_batch_gives_zero_gradients_and_keeps_its_log():
     loss *= 0  # what fairseq does
     assert all(not gradient.any() for gradient in gradients(model, loss).values())
     assert logs["loss"] > 0
-
-
-def test_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch):
-    sample, model = sample_of(TOKENS), build_model()
-    whole = gradients(model, criterion()(model, sample)[0])
-    monkeypatch.setattr(unembedding_loss, "ROWS_PER_CHUNK", 16)
-    torch.testing.assert_close(gradients(model, criterion()(model, sample)[0]), whole)
-
-
-def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unembedding_loss, "ROWS_PER_CHUNK", 16)
-    vocabulary, dim, layers, tokens = 20_000, 8, 12, 16
-    unembedding, target = torch.randn(vocabulary, dim), torch.arange(tokens)
-    features = tuple(torch.randn(tokens, dim, requires_grad=True) for _ in range(layers))
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        unembedding_loss.unembedding_losses(unembedding, target, features).sum().backward()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
-    chunk = vocabulary * 16 * 4
-    assert chunk <= alive.max() < 1.2 * chunk
 
 
 def test_validation_runs_without_a_graph():
@@ -214,17 +193,9 @@ def test_metrics_are_in_bits_per_token():
     assert values["loss"] == pytest.approx(float(logs["loss"]) / 10 / torch.log(torch.tensor(2.0)).item(), abs=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [(None, range(12)), ("0-11", range(12)), ("3", range(3, 4)), ("2-", range(2, 12)), ("4-5", range(4, 6))],
-)
-def test_layer_ranges(text: str | None, layers: range):
-    assert parse_layers(text, 12) == layers
-
-
 @pytest.mark.parametrize("text", ["12", "0-12", "5-4", "-3", "a", "", "1,2", "1-2-3"])
 def test_bad_layer_range_is_told_in_one_line(text: str):
-    with pytest.raises(UserError, match="--layers") as error:
+    with pytest.raises(UserError, match="layers=") as error:
         criterion(layers=text).check_decoder(SimpleNamespace(**plain_head(), layers=nn.ModuleList([None] * 12)))
     assert "\n" not in str(error.value)
 

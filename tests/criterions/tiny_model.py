@@ -34,7 +34,8 @@ def build_model(dtype: torch.dtype = torch.float64, train_all: bool = False, **o
 def sample_of(sequences: list[list[int]]) -> dict:
     """A training batch in which every token after the first is scored."""
     scored = [[False] + [True] * (len(tokens) - 1) for tokens in sequences]
-    return collate([language_model_item(i, *pair) for i, pair in enumerate(zip(sequences, scored, strict=True))])
+    pairs = zip(sequences, scored, strict=True)
+    return collate([language_model_item(i, *pair, PAD) for i, pair in enumerate(pairs)], PAD)
 
 
 def gradients(model: nn.Module, *losses: Tensor) -> dict[str, Tensor]:

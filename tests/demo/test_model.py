@@ -4,28 +4,31 @@ import pytest
 import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
+from examples.demo_model import DEMO_DATASETS
 from examples.demo_model.evaluate import BOS, accuracy, finetune, load_model, tokenize_dataset
 from examples.demo_model.tokenizer import Tokenizer
-from fairseq_icl.demo import DEMO_DATASETS, demo_data, demo_model, demo_tokenizer
+from fairseq_icl.files import DEMO_DATA, DEMO_MODEL
 from fairseq_icl.prompts.catalogue import load_spec
+
+TOKENIZER = DEMO_MODEL.parent / "sentencepiece.bpe.model"
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(demo_model())
+    return load_model(DEMO_MODEL)
 
 
 def load_dataset(name):
-    return tokenize_dataset(name, demo_data(), Tokenizer(demo_tokenizer()))
+    return tokenize_dataset(name, DEMO_DATA, Tokenizer(TOKENIZER))
 
 
 def test_model_tokenizer_and_data_stay_below_six_megabytes():
-    files = [path for folder in (demo_model().parent, demo_data()) for path in folder.rglob("*") if path.is_file()]
+    files = [path for folder in (DEMO_MODEL.parent, DEMO_DATA) for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 6_000_000
 
 
 def test_checkpoint_holds_configuration_and_half_precision_weights_but_no_optimizer_state():
-    state = torch.load(demo_model(), weights_only=True)
+    state = torch.load(DEMO_MODEL, weights_only=True)
     assert set(state) == {"cfg", "model", "optimizer_history", "extra_state"}
     assert "optimizer" not in state["optimizer_history"][-1]
     assert {tensor.dtype for tensor in state["model"].values()} == {torch.float16}
@@ -34,9 +37,9 @@ def test_checkpoint_holds_configuration_and_half_precision_weights_but_no_optimi
 
 
 def test_stock_fairseq_loads_the_checkpoint(monkeypatch):
-    monkeypatch.chdir(demo_model().parent)
+    monkeypatch.chdir(DEMO_MODEL.parent)
     hub = TransformerLanguageModel.from_pretrained(
-        str(demo_model().parent), "model.pt", bpe="sentencepiece", sentencepiece_model=str(demo_tokenizer())
+        str(DEMO_MODEL.parent), "model.pt", bpe="sentencepiece", sentencepiece_model=str(TOKENIZER)
     )
     assert hub.models[0].decoder.layer_norm is not None
     tokens = hub.encode("Review: the film was dull Sentiment:")
@@ -53,14 +56,14 @@ def test_model_learns_in_context_what_it_cannot_know_without(model, name):
 
 
 def test_untrained_model_stays_at_chance():
-    untrained = load_model(demo_model(), untrained=True)
+    untrained = load_model(DEMO_MODEL, untrained=True)
     data = load_dataset("demo_sentiment")
     assert abs(accuracy(untrained, data, data.context(16, seed=5), limit=100) - 0.5) < 0.15
 
 
 def test_fine_tuning_keys_and_values_moves_accuracy(model):
     data = load_dataset("demo_sentiment")
-    rate = load_spec(str(demo_data() / "demo_sentiment.yaml")).papers["demo"]["learning_rate"]
+    rate = load_spec(str(DEMO_DATA / "demo_sentiment.yaml")).papers["demo"]["learning_rate"]
     finetuned = finetune(model, data, k=32, seed=5, lr=rate)
     assert accuracy(finetuned, data, [BOS]) >= accuracy(model, data, [BOS]) + 0.15
     changed = {

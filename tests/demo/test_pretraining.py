@@ -13,14 +13,16 @@ from examples.demo_model.episodes import FORMATS, Episode, Level
 from examples.demo_model.pretraining.batches import BOS, EOS, EpisodeBatches, HeldOutBatches, collate, to_row
 from examples.demo_model.pretraining.task import DemoPretrainingConfig, DemoPretrainingTask
 from examples.demo_model.tokenizer import Tokenizer
-from fairseq_icl.demo import demo_model, demo_tokenizer
+from fairseq_icl.files import DEMO_MODEL
+
+TOKENIZER = DEMO_MODEL.parent / "sentencepiece.bpe.model"
 
 CLONE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(demo_tokenizer())
+    return Tokenizer(TOKENIZER)
 
 
 def test_rows_have_the_layout_of_in_context_prompts(tokenizer):
@@ -71,7 +73,7 @@ def test_held_out_rows_hold_32_demonstrations_before_the_last_label(tokenizer):
 
 
 def test_level_rises_only_when_every_format_is_read_and_survives_a_restart():
-    config = DemoPretrainingConfig(data=str(demo_model().parent), seed=1)
+    config = DemoPretrainingConfig(data=str(DEMO_MODEL.parent), seed=1)
     task = DemoPretrainingTask.setup_task(config)
     task.load_dataset("train")
     good = dict.fromkeys(FORMATS, 100) | {f"{name}_correct": 95 for name in FORMATS}

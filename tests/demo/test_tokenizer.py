@@ -9,12 +9,14 @@ from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, Sentencepi
 from examples.demo_model.episodes import FORMATS, Level, draw_episode
 from examples.demo_model.tokenizer import Tokenizer, tokenizer_texts, train_tokenizer
 from examples.demo_model.words import GROUPS, LABEL_WORDS
-from fairseq_icl.demo import demo_model, demo_tokenizer
+from fairseq_icl.files import DEMO_MODEL
+
+TOKENIZER = DEMO_MODEL.parent / "sentencepiece.bpe.model"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(demo_tokenizer())
+    return Tokenizer(TOKENIZER)
 
 
 def test_every_label_word_and_telling_word_is_one_known_piece(tokenizer):
@@ -25,8 +27,8 @@ def test_every_label_word_and_telling_word_is_one_known_piece(tokenizer):
 
 
 def test_ids_are_those_of_fairseq(tokenizer):
-    dictionary = Dictionary.load(str(demo_model().parent / "dict.txt"))
-    bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(demo_tokenizer())))
+    dictionary = Dictionary.load(str(DEMO_MODEL.parent / "dict.txt"))
+    bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(TOKENIZER)))
     for format_name in FORMATS:
         episode = draw_episode(Random(5), Level(Level.LAST), 20, format_name)
         for text, ids in zip(episode.inputs, tokenizer.encode(episode.inputs), strict=True):
@@ -36,10 +38,10 @@ def test_ids_are_those_of_fairseq(tokenizer):
 
 
 def test_dictionary_has_between_one_and_two_thousand_entries():
-    assert 1000 <= len(Dictionary.load(str(demo_model().parent / "dict.txt"))) <= 2000
+    assert 1000 <= len(Dictionary.load(str(DEMO_MODEL.parent / "dict.txt"))) <= 2000
 
 
 def test_tokenizer_follows_from_the_seed_and_is_the_shipped_one(tmp_path):
     train_tokenizer(tokenizer_texts(seed=1), tmp_path)
     for name in ("dict.txt", "sentencepiece.bpe.model"):
-        assert (tmp_path / name).read_bytes() == (demo_model().parent / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (DEMO_MODEL.parent / name).read_bytes(), name

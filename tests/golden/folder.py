@@ -14,8 +14,11 @@ from typing import Any
 import yaml
 from fairseq.data import Dictionary
 
-from fairseq_icl.encoding import line_encoder
-from fairseq_icl.prompts.tokens import EOS, Encode, encode_text
+from fairseq_icl.models.files import line_encoder
+from fairseq_icl.prompts import EOS, Writing
+from fairseq_icl.prompts.build import Prompts, build_prompts
+from fairseq_icl.prompts.catalogue import load_spec
+from fairseq_icl.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,17 @@ class Golden:
         return Dictionary.load(str(self.root / "model" / "dict.txt"))
 
     @cached_property
-    def encode(self) -> Encode:
-        return line_encoder(self.dictionary, None)
+    def writing(self) -> Writing:
+        return Writing(line_encoder(self.dictionary, None))
+
+    def prompts(self, task: str, permutation: int, spec: Path) -> Prompts:
+        """The prompts of a case, as the authors' settings ask for them."""
+        settings = Settings(
+            num_demonstrations=len(self.tokens(task, permutation)["ft"]["src_tokens"]),
+            seed=self.setting("seed", task),
+            permutation=permutation,
+        )
+        return build_prompts(load_spec(str(spec)), self.root / "data", self.writing, settings)
 
     def write_spec(self, task: str, folder: Path) -> Path:
         """A dataset YAML for the task, with the template and label words found in its token sequences."""
@@ -89,7 +101,7 @@ class Golden:
         """The tokens before and after the text, which are the same in every row's input."""
         rows = self.rows(task, "valid")
         order = self.tokens(task, self.permutations(task)[0])["shuffled_valid_idx"]
-        texts = [encode_text(rows[i]["text"], self.encode) for i in order[: len(inputs)]]
+        texts = [list(self.writing.tokens(rows[i]["text"])) for i in order[: len(inputs)]]
         for start in range(len(inputs[0])):
             before, after = inputs[0][:start], inputs[0][start + len(texts[0]) :]
             if all(before + text + after == tokens for text, tokens in zip(texts, inputs, strict=True)):

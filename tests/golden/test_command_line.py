@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 import torch
 
-from fairseq_icl.checkpoints import read_checkpoint
-from fairseq_icl.gradient_record import read_gradient_record
-from fairseq_icl.observing.activations import load_activations
+from fairseq_icl.models.checkpoints import read_checkpoint
+from fairseq_icl.observing.observation import load_observations
 from fairseq_icl.results import read_results
+from fairseq_icl.results.gradients import read_gradient_record
 from tests.commands import PLUGIN, run, succeeded
 from tests.golden.folder import Golden
 from tests.golden.test_metrics import RPA, SIMILARITIES, Case
@@ -93,9 +93,9 @@ def outcome(
         expected=expected,
         weights=stacked(state["model"]) | {"attn_q": queries},
         base=stacked(base),
-        gradients=read_gradient_record(folder / "gradients.parquet"),
+        gradients=read_gradient_record(folder / "gradients.parquet")[0],
         table=read_results(folder / "results.parquet")[0],
-        activations=load_activations(folder / "seen.safetensors")[1],
+        activations=load_observations(folder / "seen.safetensors")[1],
         case=Case(golden.root, task, p, method),
         method=method,
     )

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from fairseq_icl import compat
 from fairseq_icl.criterions.layer_causal_ce import LayerCausalCrossEntropy
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
 from tests.criterions.tiny_model import sample_of
@@ -22,7 +21,6 @@ def parameters_of(model: PretrainedLM, part: str) -> list[torch.nn.Parameter]:
 
 def test_training_gives_the_authors_losses_gradients_and_weights(golden: Golden, golden_case: tuple[str, int]) -> None:
     task, permutation = golden_case
-    compat.allow_checkpoint_classes()
     model = PretrainedLM(load_decoder(golden.root / "model" / "model.pt", golden.dictionary)).requires_grad_(False)
     trained = [parameter.requires_grad_() for part in PARTS for parameter in parameters_of(model, part)]
     optimizer = torch.optim.SGD(trained, lr=golden.setting("lr", task))

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics import Collector, Similarity, TrainingTokens, attention_outputs, get_metric
+from fairseq_icl.metrics import Similarity, attention_outputs, get_metric
 from fairseq_icl.metrics.predictions import f2t, prediction_sets
-from fairseq_icl.metrics.training_attention import TrainingAttention
+from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.observing.observation import Observation
+from fairseq_icl.results.collector import Collector
 from tests.golden.folder import Golden
 
 TOLERANCE = 1e-5

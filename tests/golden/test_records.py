@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from fairseq_icl.models import Model
+from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
-from fairseq_icl.observing import Observation, PrefixCache, concatenate, observe_queries, plan_batches
-from fairseq_icl.prompts.build import PromptSet, build_prompts
-from fairseq_icl.prompts.catalogue import load_spec
-from fairseq_icl.reading import Reading
+from fairseq_icl.observing import Observation, Observer
+from fairseq_icl.observing.layout import plan_batches
+from fairseq_icl.observing.observation import concatenate
+from fairseq_icl.prompts.build import Prompts
 from tests.golden.folder import Golden
 
 TOLERANCE = 1e-5
@@ -20,28 +22,20 @@ PARTS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 
 
 @cache
-def model_of(root: Path) -> PretrainedLM:
-    golden = Golden(root)
-    return PretrainedLM(load_decoder(root / "model" / "model.pt", golden.dictionary)).eval()
+def model_of(root: Path) -> Model:
+    folder = root / "model"
+    decoder = load_decoder(folder / "model.pt", Golden(root).dictionary)
+    return Model(PretrainedLM(decoder).eval(), ModelFiles("golden", folder / "model.pt", folder / "dict.txt"))
 
 
 @pytest.fixture
-def model(golden: Golden) -> PretrainedLM:
+def model(golden: Golden) -> Model:
     return model_of(golden.root)
 
 
 @pytest.fixture
-def prompts(golden: Golden, golden_case: tuple[str, int], golden_spec: Callable[[str], Path]) -> PromptSet:
-    task, permutation = golden_case
-    return build_prompts(
-        load_spec(str(golden_spec(task))),
-        golden.root / "data",
-        golden.encode,
-        num_demonstrations=len(golden.tokens(task, permutation)["ft"]["src_tokens"]),
-        seed=golden.setting("seed", task),
-        permutation=permutation,
-        reading=Reading(),
-    )
+def prompts(golden: Golden, golden_case: tuple[str, int], golden_spec: Callable[[str], Path]) -> Prompts:
+    return golden.prompts(*golden_case, golden_spec(golden_case[0]))
 
 
 def assert_is_record(seen: Observation, path: Path) -> None:
@@ -61,44 +55,38 @@ def assert_is_record(seen: Observation, path: Path) -> None:
     np.testing.assert_allclose(seen.context_row, context, rtol=0, atol=TOLERANCE * max(1, np.abs(context).max()))
 
 
-def test_zero_shot(golden: Golden, golden_case: tuple[str, int], model: PretrainedLM, prompts: PromptSet) -> None:
-    seen = observe_queries(model, prompts.queries, context_row=True)
+def test_zero_shot(golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts) -> None:
+    seen = Observer(model, prompts, context_row=True)(prompts.queries)
     assert_is_record(seen, golden.root / "records" / f"{golden_case[0]}_zs.npz")
 
 
 @pytest.mark.parametrize("way", ["whole prompt", "shared prefix", "shared prefix in batches"])
 def test_in_context(
-    way: str, golden: Golden, golden_case: tuple[str, int], model: PretrainedLM, prompts: PromptSet
+    way: str, golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts
 ) -> None:
     task, permutation = golden_case
-    wanted = {"context": prompts.context, "context_row": True}
-    if way != "whole prompt":
-        wanted["prefix"] = PrefixCache().of(model, prompts.context)
+    observer = Observer(model, prompts, in_context=True, whole_prompt=way == "whole prompt")
+    assert (observer.prefix is None) == (way == "whole prompt")
     if way == "shared prefix in batches":
         batches = plan_batches(prompts.queries, max_tokens=64)
-        seen = concatenate([observe_queries(model, [prompts.queries[i] for i in b], **wanted) for b in batches])
+        seen = concatenate([observer([prompts.queries[i] for i in batch]) for batch in batches])
         seen = seen.take(torch.argsort(torch.tensor([index for batch in batches for index in batch])))
     else:
-        seen = observe_queries(model, prompts.queries, **wanted)
+        seen = observer(prompts.queries)
     assert_is_record(seen, golden.root / "records" / f"{task}_p{permutation}_icl.npz")
 
 
 @pytest.mark.parametrize("method", ["vanilla", "layer_causal"])
 def test_fine_tuned(
-    method: str, golden: Golden, golden_case: tuple[str, int], model: PretrainedLM, prompts: PromptSet
+    method: str, golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts
 ) -> None:
-    """The authors' final weights, put into the model, give their records; afterwards the base is back."""
+    """The authors' final weights, held by the model for a while, give their records; the base stays what it is."""
     case = "{}_p{}".format(*golden_case)
     trained = {
         f"decoder.layers.{layer}.self_attn.{part}": torch.tensor(weights)
         for part in PARTS
         for layer, weights in enumerate(np.load(golden.root / "ft" / f"{case}_{method}.npz")[f"final.{part}"])
     }
-    model.load_state_dict(trained)
-    try:
-        seen = observe_queries(model, prompts.queries, context_row=True)
-        assert_is_record(seen, golden.root / "records" / f"{case}_ftzs_{method}.npz")
-        with model.base_weights():
-            test_zero_shot(golden, golden_case, model, prompts)
-    finally:
-        model.reset_to_base()
+    seen = Observer(model.under(trained), prompts, context_row=True)(prompts.queries)
+    assert_is_record(seen, golden.root / "records" / f"{case}_ftzs_{method}.npz")
+    test_zero_shot(golden, golden_case, model, prompts)

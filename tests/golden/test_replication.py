@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_icl.commands.replicate import run_configuration
 from fairseq_icl.replication.configuration import compose_configuration, friendly
-from fairseq_icl.replication.replicate_command import run_configuration
 from fairseq_icl.replication.report.run import load_run
 
 METHODS = {"gd": "vanilla", "lcgd": "layer_causal", "linearized": "linearized"}

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from fairseq_icl.prompts.build import PromptSet, build_prompts
-from fairseq_icl.prompts.catalogue import load_spec
-from fairseq_icl.reading import Reading
+from fairseq_icl.prompts.build import Prompts
 from tests.golden.folder import Golden
 
 
@@ -18,22 +16,11 @@ def expected(golden: Golden, golden_case: tuple[str, int]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def prompts(
-    golden: Golden, golden_case: tuple[str, int], golden_spec: Callable[[str], Path], expected: dict[str, Any]
-) -> PromptSet:
-    task, permutation = golden_case
-    return build_prompts(
-        load_spec(str(golden_spec(task))),
-        golden.root / "data",
-        golden.encode,
-        num_demonstrations=len(expected["ft"]["src_tokens"]),
-        seed=golden.setting("seed", task),
-        permutation=permutation,
-        reading=Reading(),
-    )
+def prompts(golden: Golden, golden_case: tuple[str, int], golden_spec: Callable[[str], Path]) -> Prompts:
+    return golden.prompts(*golden_case, golden_spec(golden_case[0]))
 
 
-def sequences(prompts: PromptSet, context: tuple[int, ...]) -> tuple[list[list[int]], list[list[bool]], list[int]]:
+def sequences(prompts: Prompts, context: tuple[int, ...]) -> tuple[list[list[int]], list[list[bool]], list[int]]:
     """(tokens, masks, gold labels) of every option of every query after the context."""
     tokens, masks, golds = [], [], []
     for query in prompts.queries:
@@ -44,14 +31,14 @@ def sequences(prompts: PromptSet, context: tuple[int, ...]) -> tuple[list[list[i
     return tokens, masks, golds
 
 
-def test_validation_rows_are_in_the_authors_order(prompts: PromptSet, expected: dict[str, Any]) -> None:
+def test_validation_rows_are_in_the_authors_order(prompts: Prompts, expected: dict[str, Any]) -> None:
     order = expected["shuffled_valid_idx"]
     assert [query.row for query in prompts.queries] == order[: len(prompts.queries)]
 
 
 @pytest.mark.parametrize("setting", ["zs", "icl"])
 def test_query_sequences_masks_and_context_lengths_are_equal(
-    prompts: PromptSet, expected: dict[str, Any], setting: str
+    prompts: Prompts, expected: dict[str, Any], setting: str
 ) -> None:
     context = prompts.context if setting == "icl" else prompts.context[:1]
     tokens, masks, golds = sequences(prompts, context)
@@ -61,7 +48,7 @@ def test_query_sequences_masks_and_context_lengths_are_equal(
     assert [len(context)] * len(tokens) == expected[setting]["context_len"]
 
 
-def test_finetuning_sequences_and_masks_are_equal(prompts: PromptSet, expected: dict[str, Any]) -> None:
+def test_finetuning_sequences_and_masks_are_equal(prompts: Prompts, expected: dict[str, Any]) -> None:
     assert [list(sequence.tokens) for sequence in prompts.finetuning] == expected["ft"]["src_tokens"]
     # The first token has nothing before it to predict it from; the authors' mask says True there all the same.
     masks = [[False, *mask[1:]] for mask in expected["ft"]["loss_mask"]]
@@ -69,9 +56,9 @@ def test_finetuning_sequences_and_masks_are_equal(prompts: PromptSet, expected: 
 
 
 def test_demonstrations_are_the_first_rows_of_the_shuffled_train_split(
-    prompts: PromptSet, expected: dict[str, Any]
+    prompts: Prompts, expected: dict[str, Any]
 ) -> None:
-    rows = expected["shuffled_train_idx"][: prompts.num_requested]
+    rows = expected["shuffled_train_idx"][: prompts.settings.num_demonstrations]
     assert sorted(sequence.row for sequence in prompts.finetuning) == sorted(rows)
     assert set(prompts.context_rows) <= set(rows)
     for row, (start, end) in zip(prompts.context_rows, prompts.context_spans, strict=True):

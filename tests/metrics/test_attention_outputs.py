@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from fairseq_icl.metrics import attention_outputs as aou
-from fairseq_icl.metrics.cosine import unit
+from fairseq_icl.metrics.vectors import unit
 from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation, triples
 

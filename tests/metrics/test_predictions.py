@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given
 
-from fairseq_icl.metrics import predictions
-from fairseq_icl.metrics.registry import Ratio
+from fairseq_icl.metrics import Ratio, predictions
 from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation, triples
 

@@ -129,8 +129,7 @@ def test_evaluate_adds_tangents_in_any_nesting_and_leaves_the_rest_alone():
             for name, delta in deltas.items():
                 stock.get_parameter(name).add_(sign * delta)
             ends.append(stock.decoder.extract_features(TOKENS, None))
-    with model.base_weights():
-        base = look()
+    base = model.evaluate(look, {name: torch.zeros_like(delta) for name, delta in deltas.items()})
     for number, layer in enumerate(seen["layers"]):
         slope = (ends[0][1]["inner_states"][number] - ends[1][1]["inner_states"][number]) / (2 * step)
         torch.testing.assert_close(layer, base["layers"][number] + slope, rtol=1e-7, atol=1e-7)
@@ -174,3 +173,28 @@ def test_tied_embedding_is_one_delta():
     slope = (stock_logits(deltas, step) - stock_logits(deltas, -step)) / (2 * step)
     expected = stock_logits(deltas, 0.0) + slope
     torch.testing.assert_close(set_deltas(model, deltas)(TOKENS)[0], expected, rtol=1e-7, atol=1e-7)
+
+
+def test_around_shares_the_weights_of_the_model_and_leaves_what_it_computes():
+    plain = PretrainedLM(build_decoder().double())
+    plain.freeze_all_but("k_proj,v_proj", biases=True)
+    before = plain(TOKENS)[0]
+    pointers = {parameter.data_ptr() for parameter in plain.parameters()}
+    model = LinearizedLM.around(plain)
+    assert model.trained_names == keys_and_values(plain.decoder)
+    shared = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
+    assert pointers <= shared
+    set_deltas(model, random_deltas(model, 20))
+    reference = build()
+    set_deltas(reference, random_deltas(reference, 20))
+    assert torch.equal(model(TOKENS)[0], reference(TOKENS)[0])
+    assert torch.equal(plain(TOKENS)[0], before)
+
+
+def test_given_deltas_stand_in_for_the_models_own():
+    model = build()
+    own, given = random_deltas(model, 21), random_deltas(model, 22)
+    set_deltas(model, own)
+    seen = model.evaluate(lambda: model.decoder(TOKENS)[0], given)
+    assert all(torch.equal(model.get_parameter(name), own[name]) for name in own)
+    assert torch.equal(seen, set_deltas(model, given)(TOKENS)[0])

@@ -10,14 +10,25 @@ from fairseq_icl.models.pretrained_lm import PretrainedLM
 from tests.models.tiny_linearized import TOKENS, build, build_decoder, keys_and_values, random_deltas, set_deltas
 
 
-def test_base_weights_is_the_pretrained_model_and_ends_with_the_block():
+def test_base_state_leads_back_to_the_pretrained_model_to_the_bit():
+    moved = build(torch.float32)
+    set_deltas(moved, random_deltas(moved, 10))
+    model = build(torch.float32)
+    assert not model.is_trained
+    model.load_state_dict(moved.state_dict())
+    assert model.is_trained
+    expected = PretrainedLM(build_decoder())(TOKENS)[0]
+    assert torch.equal(model.evaluate(lambda: model(TOKENS)[0], model.base_state), expected)
+    assert torch.equal(model.evaluate(lambda: model.decoder(TOKENS)[0], model.base_state), expected)
+    assert torch.equal(model(TOKENS)[0], moved(TOKENS)[0])
+
+
+def test_forgetting_leads_back_to_the_pretrained_model_for_good():
     model = build(torch.float32)
     set_deltas(model, random_deltas(model, 10))
-    moved = model(TOKENS)[0]
-    with model.base_weights():
-        assert torch.equal(model(TOKENS)[0], PretrainedLM(build_decoder())(TOKENS)[0])
-        assert torch.equal(model.decoder(TOKENS)[0], PretrainedLM(build_decoder())(TOKENS)[0])
-    assert torch.equal(model(TOKENS)[0], moved)
+    model.forget()
+    assert not any(model.get_parameter(name).any() for name in model.trained_names)
+    assert torch.equal(model(TOKENS)[0], PretrainedLM(build_decoder())(TOKENS)[0])
 
 
 @pytest.mark.parametrize("fails_in_pass", [1, 2])
@@ -84,6 +95,22 @@ def test_checkpoints_of_the_ordinary_model_and_of_other_parameters_are_refused()
     few = LinearizedLM(build_decoder(), model.trained_names[:1])
     with pytest.raises(UserError, match="--train-parameters"):
         few.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda delta: delta[:1], "has the shape"),
+        (lambda delta: delta * torch.nan, "NaN or infinite"),
+        (lambda delta: delta.long(), "no tensor of weights"),
+    ],
+)
+def test_damaged_deltas_are_named(change, message):
+    model = build(torch.float32)
+    state = set_deltas(model, random_deltas(model, 14)).state_dict()
+    name = model.trained_names[3]
+    with pytest.raises(UserError, match=f"{name} .*{message}|{name} is {message}"):
+        build(torch.float32).load_state_dict(state | {name: change(state[name])})
 
 
 def test_moves_to_another_precision_with_its_base():

@@ -6,12 +6,10 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 
-import fairseq_icl  # noqa: F401
-from fairseq_icl.checkpoints import read_checkpoint
-from fairseq_icl.encoding import load_dictionary
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
-from fairseq_icl.tasks.demonstration_prompting import freeze_all_but
+from fairseq_icl.models.checkpoints import read_checkpoint
+from fairseq_icl.models.files import load_dictionary
+from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM, call_with_weights, load_decoder
 from tests.world import World, make_world, save_model
 
 
@@ -91,21 +89,21 @@ def test_random_weights_follow_the_seed_and_leave_the_generator_alone(world: Wor
 
 def test_only_keys_and_values_learn_by_default(world: World, dictionary: Dictionary):
     model = PretrainedLM(load_decoder(world.model, dictionary))
-    freeze_all_but(model, "self_attn.k_proj,self_attn.v_proj", biases=True)
+    model.freeze_all_but("self_attn.k_proj,self_attn.v_proj", biases=True)
     assert {name.split("self_attn.")[1] for name in model.trained_names} == {
         f"{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")
     }
-    freeze_all_but(model, "self_attn.k_proj", biases=False)
+    model.freeze_all_but("self_attn.k_proj", biases=False)
     assert {name.split("self_attn.")[1] for name in model.trained_names} == {"k_proj.weight"}
     with pytest.raises(UserError, match="no parameter of the model has such a name"):
-        freeze_all_but(model, "x_proj", biases=True)
+        model.freeze_all_but("x_proj", biases=True)
 
 
 def test_trained_part_alone_is_saved_and_comes_back_over_the_base(world: World, dictionary: Dictionary):
     model = PretrainedLM(load_decoder(world.model, dictionary))
-    freeze_all_but(model, "self_attn.v_proj", biases=True)
+    model.freeze_all_but("self_attn.v_proj", biases=True)
     base = logits(model.decoder)
-    model.keep_base()
+    assert not model.is_trained
     with torch.no_grad():
         for name in model.trained_names:
             model.get_parameter(name).add_(0.5)
@@ -114,14 +112,59 @@ def test_trained_part_alone_is_saved_and_comes_back_over_the_base(world: World, 
     assert set(state) == set(model.trained_names)
 
     other = PretrainedLM(load_decoder(world.model, dictionary))
-    freeze_all_but(other, "self_attn.v_proj", biases=True)
+    other.freeze_all_but("self_attn.v_proj", biases=True)
     other.load_state_dict(state)
     assert torch.equal(logits(other.decoder), trained)
-    with other.base_weights():
-        assert torch.equal(logits(other.decoder), base)
+    assert other.is_trained
+    assert torch.equal(other.evaluate(lambda: logits(other.decoder), other.base_state), base)
     assert torch.equal(logits(other.decoder), trained)
-    model.reset_to_base()
-    assert torch.equal(logits(model.decoder), base)
+    assert torch.equal(model.evaluate(lambda: logits(model.decoder), other.base_state), base)
+
+
+def test_base_state_follows_the_model_to_another_precision(world: World, dictionary: Dictionary):
+    model = PretrainedLM(load_decoder(world.model, dictionary))
+    model.freeze_all_but("self_attn.v_proj", biases=True)
+    model.load_state_dict(model.state_dict())
+    assert {tensor.dtype for tensor in model.double().base_state.values()} == {torch.float64}
+
+
+def test_an_exception_under_other_weights_leaves_the_own_ones(world: World, dictionary: Dictionary):
+    model = PretrainedLM(load_decoder(world.model, dictionary))
+    name = "decoder.layers.0.fc1.weight"
+    before, weights = model.get_parameter(name), {name: torch.zeros_like(model.get_parameter(name))}
+
+    def fail() -> None:
+        assert not model.decoder.layers[0].fc1.weight.any()
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        call_with_weights(model, weights, fail)
+    assert model.get_parameter(name) is before
+    assert before.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder.nonsense": torch.zeros(1)}, "trained decoder.nonsense, which the base model does not have"),
+        (
+            {"decoder.layers.0.fc1.bias": torch.zeros(3)},
+            r"shape \(3,\) in the checkpoint and \(32,\) in the base",
+        ),
+        ({"decoder.layers.0.fc1.bias": torch.full((32,), torch.nan)}, "NaN or infinite .*lower --lr"),
+        ({"decoder.layers.0.fc1.bias": [0.0] * 32}, "no tensor of weights"),
+        ({LINEARIZED_MARK: torch.ones(1)}, "linearized model: add --linearize"),
+    ],
+)
+def test_finetuned_weights_that_do_not_fit_are_refused_and_change_nothing(
+    world: World, dictionary: Dictionary, change: dict, message: str
+):
+    model = PretrainedLM(load_decoder(world.model, dictionary))
+    before = logits(model.decoder)
+    with pytest.raises(UserError, match=message):
+        model.load_state_dict({"decoder.layers.0.fc2.bias": torch.ones(16), **change})
+    assert not model.is_trained
+    assert torch.equal(logits(model.decoder), before)
 
 
 def test_wrong_dictionary_is_explained(world: World):

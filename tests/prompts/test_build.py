@@ -1,13 +1,15 @@
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.build import PromptSet, build_prompts
+from fairseq_icl.prompts import Writing
+from fairseq_icl.prompts.build import Prompts, RowEncoder, build_prompts
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
-from fairseq_icl.reading import Reading
+from fairseq_icl.settings import Settings
 from tests.prompts.samples import (
     CHOICE,
     SENTIMENT,
@@ -22,18 +24,23 @@ SPEC = spec_of(SENTIMENT)
 [NEGATIVE], [POSITIVE] = encode_words("Negative"), encode_words("Positive")
 
 
-def build(folder: Path, spec: DatasetSpec = SPEC, **changes: Any) -> PromptSet:
-    settings = {"num_demonstrations": 6, "seed": 3, "reading": Reading(), **changes}
-    return build_prompts(spec, folder, settings.pop("encode", encode_words), **settings)
+def build(folder: Path, spec: DatasetSpec = SPEC, **changes: Any) -> Prompts:
+    settings = {"num_demonstrations": 6, "seed": 3, **changes}
+    writing = Writing(settings.pop("encode", encode_words), settings.pop("max_positions", 2048))
+    return build_prompts(spec, folder, writing, Settings.of(**settings))
 
 
-def labels_in_prompt(prompts: PromptSet) -> dict[int, int]:
+def num_dropped(prompts: Prompts) -> int:
+    return prompts.settings.num_demonstrations - len(prompts.context_rows)
+
+
+def labels_in_prompt(prompts: Prompts) -> dict[int, int]:
     return {
         row: prompts.context[end - 1] for row, (_, end) in zip(prompts.context_rows, prompts.context_spans, strict=True)
     }
 
 
-def labels_in_finetuning(prompts: PromptSet) -> dict[int, int]:
+def labels_in_finetuning(prompts: Prompts) -> dict[int, int]:
     return {sequence.row: sequence.tokens[-1] for sequence in prompts.finetuning}
 
 
@@ -98,7 +105,7 @@ def test_limit_keeps_the_first_queries_and_the_same_prompt(tmp_path: Path) -> No
     assert limited.queries == full.queries[:1]
     assert limited.queries[0].longest < 30
     assert limited.context == full.context
-    assert full.num_dropped > 0
+    assert num_dropped(full) > 0
 
 
 def test_validation_is_capped_after_the_shuffle(tmp_path: Path) -> None:
@@ -109,8 +116,8 @@ def test_validation_is_capped_after_the_shuffle(tmp_path: Path) -> None:
 def test_demonstration_is_appended_only_while_the_sum_stays_below_the_limit(tmp_path: Path) -> None:
     write_sentiment(tmp_path)
     needed = 1 + 6 * 5 + 5  # BOS, six demonstrations of four tokens and EOS, the query with BOS and label
-    assert build(tmp_path, max_positions=needed + 1).num_dropped == 0
-    assert build(tmp_path, max_positions=needed).num_dropped == 1
+    assert num_dropped(build(tmp_path, max_positions=needed + 1)) == 0
+    assert num_dropped(build(tmp_path, max_positions=needed)) == 1
 
 
 def test_building_stops_at_the_first_demonstration_that_does_not_fit(tmp_path: Path) -> None:
@@ -120,7 +127,7 @@ def test_building_stops_at_the_first_demonstration_that_does_not_fit(tmp_path: P
     write_jsonl(tmp_path / "sample_train.jsonl", rows)
     prompts = build(tmp_path, max_positions=60)
     assert len(prompts.context_rows) == 2
-    assert prompts.num_dropped == 4
+    assert num_dropped(prompts) == 4
     assert len(prompts.finetuning) == 6
 
 
@@ -135,16 +142,16 @@ def test_finetuning_on_fitting_demonstrations_keeps_the_order(tmp_path: Path, pe
     write_sentiment(tmp_path)
     settings = {"max_positions": 30, "permutation": permutation}
     authors = build(tmp_path, **settings)
-    drawn = build(tmp_path, **settings, reading=Reading(finetuning_demonstrations="fitting"))
+    drawn = build(tmp_path, **settings, finetuning_demonstrations="fitting")
     assert len(authors.finetuning) == 6
     assert drawn.finetuning == tuple(s for s in authors.finetuning if s.row in authors.context_rows)
-    paper = build(tmp_path, **settings, reading=Reading.of("paper"))
+    paper = build(tmp_path, **settings, reading="paper")
     assert tuple(s.row for s in paper.finetuning) == paper.context_rows
 
 
 def test_finetuning_order_of_the_prompt_includes_what_does_not_fit(tmp_path: Path) -> None:
     write_sentiment(tmp_path)
-    prompts = build(tmp_path, max_positions=30, permutation=1, reading=Reading(finetuning_order="icl"))
+    prompts = build(tmp_path, max_positions=30, permutation=1, finetuning_order="icl")
     order = tuple(sequence.row for sequence in prompts.finetuning)
     assert len(order) == 6
     assert order[: len(prompts.context_rows)] == prompts.context_rows
@@ -153,7 +160,7 @@ def test_finetuning_order_of_the_prompt_includes_what_does_not_fit(tmp_path: Pat
 def test_loss_on_all_tokens_or_on_the_label(tmp_path: Path) -> None:
     write_sentiment(tmp_path)
     assert build(tmp_path).finetuning[0].scored == (False, True, True, True, True)
-    on_label = build(tmp_path, reading=Reading(loss_on="label")).finetuning[0]
+    on_label = build(tmp_path, loss_on="label").finetuning[0]
     assert on_label.scored == (False, False, False, False, True)
 
 
@@ -191,6 +198,34 @@ def test_missing_class_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCa
     assert "sample: no demonstration in the prompt has the label Positive" in caplog.text
 
 
+def test_missing_class_is_refused_on_request(tmp_path: Path) -> None:
+    write_sentiment(tmp_path)
+    write_jsonl(tmp_path / "sample_train.jsonl", [{"text": "x", "label": 0}] * 6)
+    with pytest.raises(UserError, match="has the label Positive; raise num_demonstrations or take another seed"):
+        build(tmp_path, missing_class="refuse")
+
+
+def test_prompts_remember_what_they_were_built_from(tmp_path: Path) -> None:
+    prompts = build(write_sentiment(tmp_path), position="gold")
+    assert (prompts.spec, prompts.data) == (SPEC, tmp_path)
+    assert prompts.settings == Settings(num_demonstrations=6, seed=3, position="gold")
+
+
+def test_special_symbols_are_those_of_the_model(tmp_path: Path) -> None:
+    spec = spec_of(SENTIMENT, template="{text}\nSentiment:")
+    writing = Writing(encode_words, bos=100, separator=(101, 102), line_break=(103,))
+    settings = Settings(num_demonstrations=2, seed=3)
+    prompts = build_prompts(spec, write_sentiment(tmp_path), writing, settings)
+    [sentiment] = encode_words("Sentiment:")
+    texts = [encode_words(f"train{i}") for i in prompts.context_rows]
+    labels = [(NEGATIVE, POSITIVE)[i % 2] for i in prompts.context_rows]
+    shown = [(*text, 103, sentiment, label) for text, label in zip(texts, labels, strict=True)]
+    assert prompts.start == (100,)
+    assert prompts.context == (100, *shown[0], 101, 102, *shown[1], 101, 102)
+    assert prompts.context_spans == ((1, 5), (7, 11))
+    assert [sequence.tokens for sequence in prompts.finetuning] == [(100, *tokens) for tokens in shown]
+
+
 def test_no_demonstrations_leave_the_bare_bos(tmp_path: Path) -> None:
     prompts = build(write_sentiment(tmp_path), num_demonstrations=0, permutation=1)
     assert (prompts.context, prompts.finetuning, prompts.context_rows) == ((0,), (), ())
@@ -200,14 +235,14 @@ def test_no_demonstrations_leave_the_bare_bos(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"num_demonstrations": 13}, "13 demonstrations asked for, but the train split of sample has 12 rows; lower"),
-        ({"num_demonstrations": -1}, "--num-demonstrations -1"),
-        ({"limit": 0}, "--limit 0"),
-        ({"max_validation": 0}, "--max-validation 0"),
-        ({"seed": -1}, "--seed -1"),
-        ({"switch_seed": -1}, "--switch-seed -1"),
-        ({"switch_labels": "some"}, "--switch-labels some: choose from none"),
-        ({"switch_labels": "both", "switch_fraction": 2.0}, "--switch-fraction 2.0"),
-        ({"permutation": 9}, "--permutation 9"),
+        ({"num_demonstrations": -1}, "num_demonstrations=-1: must be at least 0"),
+        ({"limit": 0}, "limit=0: must be at least 1"),
+        ({"max_validation": 0}, "max_validation=0: must be at least 1"),
+        ({"seed": -1}, "^seed=-1: must be at least 0"),
+        ({"switch_seed": -1}, "switch_seed=-1: must be at least 0"),
+        ({"switch_labels": "some"}, "switch_labels=some: choose from none"),
+        ({"switch_labels": "both", "switch_fraction": 2.0}, "switch_fraction=2.0: must be at most 1"),
+        ({"permutation": 9}, "permutation=9: must be at most 4"),
         ({"max_positions": 4}, r"sample_valid.jsonl:\d+: 5 tokens with its label, but the model has 4 positions"),
     ],
 )
@@ -223,7 +258,7 @@ def test_impossible_request_is_one_clear_line(tmp_path: Path, changes: dict, mes
         (["good", "good bye"], encode_words, "'good bye' has tokens .* begin with those of 'good'"),
         (["Pos", "Positive"], encode_bytes, "'Positive' has tokens .* begin with those of 'Pos'"),
         (["one", "two"], lambda line: [4 for _ in line.split()], "cannot be told apart"),
-        (["one", "two"], lambda line: [3 for _ in line.split()], "'one' is unknown to the dictionary.* --bpe"),
+        (["one", "two"], lambda line: [3 for _ in line.split()], "'one' is unknown to the dictionary.*tokenizer .bpe."),
         (["one", "two"], lambda line: [5] * ("two" not in line), "label word 'two' has no tokens"),
     ],
 )
@@ -233,6 +268,15 @@ def test_label_words_must_be_told_apart_by_their_tokens(
     write_sentiment(tmp_path)
     with pytest.raises(UserError, match=message):
         build(tmp_path, spec_of(SENTIMENT, label_words=words), encode=encode)
+
+
+def test_thousands_of_label_words_are_checked_in_no_time() -> None:
+    words = [f"word{number}" for number in range(5000)]
+    start = time.perf_counter()
+    RowEncoder(spec_of(SENTIMENT, label_words=words), Writing(encode_words))
+    assert time.perf_counter() - start < 2
+    with pytest.raises(UserError, match=r"'word77 x' has tokens .* begin with those of 'word77' "):
+        RowEncoder(spec_of(SENTIMENT, label_words=[*words, "word77 x"]), Writing(encode_words))
 
 
 def test_empty_input_is_reported_with_its_row(tmp_path: Path) -> None:

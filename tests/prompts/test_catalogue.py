@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.catalogue import dataset_names, load_spec
-from tests.prompts.samples import CHOICE, SENTIMENT, spec_of
+from fairseq_icl.prompts.catalogue import dataset_names, fill, find_spec, load_spec
+from fairseq_icl.prompts.readers import read_split
+from tests.prompts.samples import CHOICE, SENTIMENT, spec_of, write_jsonl
 
 PAPERS_SIX = {"sst2", "sst5", "mr", "subj", "agnews", "cb"}
 
@@ -36,7 +37,7 @@ def test_quoted_words_stay_words() -> None:
 
 @pytest.mark.parametrize(("wrong", "right"), [("sst", "sst2"), ("AGNews", "agnews"), ("arc-easy", "arc_easy")])
 def test_unknown_dataset_suggests_close_names(wrong: str, right: str) -> None:
-    with pytest.raises(UserError, match=f"{wrong}: unknown dataset; did you mean .*{right}"):
+    with pytest.raises(UserError, match=f"dataset {wrong}: unknown; did you mean .*{right}"):
         load_spec(wrong)
 
 
@@ -58,7 +59,9 @@ def test_own_yaml_file_is_named_after_its_file(tmp_path: Path) -> None:
         ("version: 1\nsource: [", r"bad.yaml:2: not valid YAML"),
         ("- a\n- b", "must be a mapping"),
         ("", "must be a mapping"),
-        ("a: &a [*a]", "unknown key a"),
+        ("a: &a [*a]", r"bad.yaml:1: .*aliases"),
+        ("version: 1\nsource: x\nversion: 2", r"bad.yaml:3: .*the key 'version' stands twice"),
+        ("version: 1\noptions:\n  from: a\n  from: b", r"bad.yaml:4: .*the key 'from' stands twice"),
         ("\x00", "not valid YAML"),
     ],
 )
@@ -89,6 +92,11 @@ def test_missing_yaml_file_is_reported(tmp_path: Path) -> None:
         ({"template": "{txt}"}, "template uses {txt}, which is not among fields"),
         ({"template": "{option}"}, "template uses {option}, which is not among fields"),
         ({"template": 3}, "template must be a text"),
+        ({"template": "Review: { text }"}, "template has a { that belongs to no {field}; write {name} without spaces"),
+        ({"template": "{text} {0}"}, "template has a { that belongs to no {field}"),
+        ({"template": "{text} {}"}, "template has a { that belongs to no {field}"),
+        ({"template": "{text}}"}, "template has a } that belongs to no {field}"),
+        ({"template": "Review: Sentiment:"}, "template names no field, so all inputs would be alike; use {text}"),
         ({"options": {"from": "x"}}, "either label_words .* or options"),
         ({"splits": {"test": "test"}}, "splits.test: only train and valid"),
         ({"splits": ["train"]}, "splits must be a mapping"),
@@ -112,6 +120,7 @@ def test_wrong_key_is_named_with_file_and_remedy(changes: dict, message: str) ->
         ({"form": "x"}, "unknown key options.form; did you mean from"),
         ("x", "options must be a mapping"),
         ({"from": ["a", "b"], "label": "{c}"}, "options.label uses {c}"),
+        ({"from": ["a", "b"], "label": "{ option }"}, "options.label has a { that belongs to no {field}"),
     ],
 )
 def test_wrong_options_are_named(options: object, message: str) -> None:
@@ -125,6 +134,99 @@ def test_missing_key_is_an_error(key: str) -> None:
         spec_of({name: value for name, value in SENTIMENT.items() if name != key})
 
 
+def test_dataset_beside_its_data_goes_before_the_catalogue(tmp_path: Path) -> None:
+    assert find_spec("sst2", tmp_path) == load_spec("sst2")
+    path = tmp_path / "sst2.yaml"
+    path.write_text("{version: 7, source: me, fields: [a], template: '{a}:', label_words: [x, y]}")
+    assert find_spec("sst2", tmp_path) == load_spec(str(path))
+
+
+def test_fingerprint_follows_what_decides_the_prompts_and_nothing_else() -> None:
+    spec = spec_of(SENTIMENT)
+    assert spec_of(SENTIMENT, note="x", papers={"a": {"k": 1}}, source="y").fingerprint == spec.fingerprint
+    for change in ({"template": "{text}"}, {"label_words": ["a", "b"]}, {"version": 2}, {"cut": {"text": "_"}}):
+        assert spec_of(SENTIMENT, **change).fingerprint != spec.fingerprint
+
+
 def test_columns_are_the_top_level_fields_each_once() -> None:
     assert load_spec("arc_easy").columns == ("question", "choices", "answerKey")
     assert load_spec("winogrande").columns == ("sentence", "option1", "option2", "answer")
+
+
+CHOICES = {"text": ["sun", "moon"], "label": ["A", "B"]}
+# One row in the field names of the Hugging Face version; its gold input and label text.
+EXAMPLES = {
+    "sst2": ({"sentence": "fine ", "label": 1}, "Sentence: fine  Label:", " Positive"),
+    "sst5": ({"text": "so so", "label": 2}, "Sentence: so so Label:", " neutral"),
+    "mr": ({"text": "dull", "label": 0}, "Review: dull Sentiment:", " Negative"),
+    "subj": ({"text": "he left", "label": 0}, "Input: he left Type:", " objective"),
+    "agnews": (
+        {"text": "Goal!", "label": 1},
+        "Classify the news articles into the categories of World, Sports, Business, and Technology. "
+        "Article: Goal! Answer:",
+        " Sports",
+    ),
+    "cb": (
+        {"premise": "It rains.", "hypothesis": "it is wet", "label": 2},
+        "It rains. Question: it is wet. True, False, or Neither? Answer:",
+        " Neither",
+    ),
+    "trec": ({"text": "Who ?", "coarse_label": 3, "fine_label": 9}, "Question: Who ? Type:", " Person"),
+    "rte": ({"sentence1": "A.", "sentence2": "B.", "label": 1}, "A. Question: B. True or False? Answer:", " False"),
+    "boolq": ({"passage": "P.", "question": "is it", "label": 1}, "P. Question: is it? Answer:", " Yes"),
+    "dbpedia": ({"title": "T", "content": " C.", "label": 12}, "Article: T. C. Topic:", " Film"),
+    "imdb": ({"text": "ok", "label": 1}, "Review: ok Sentiment:", " Positive"),
+    "copa": (
+        {"premise": "It fell.", "question": "cause", "choice1": "Wind.", "choice2": "Sun.", "label": 0},
+        "It fell. What was the cause? Answer:",
+        " Wind.",
+    ),
+    "hellaswag": ({"ctx": "He", "endings": ["runs.", "sits.", "x", "y"], "label": "1"}, "He", " sits."),
+    "arc_easy": (
+        {"question": "Hot?", "choices": CHOICES, "answerKey": "A"},
+        "Question: Hot? Answer:",
+        " sun",
+    ),
+    "arc_challenge": (
+        {"question": "Cold?", "choices": {**CHOICES, "label": ["1", "2"]}, "answerKey": "2"},
+        "Question: Cold? Answer:",
+        " moon",
+    ),
+    "openbookqa": (
+        {"question_stem": "Light is from the", "choices": CHOICES, "answerKey": "A"},
+        "Light is from the",
+        " sun",
+    ),
+    "piqa": (
+        {"goal": "Cut it", "sol1": "use a knife", "sol2": "shout", "label": 0},
+        "Goal: Cut it Solution:",
+        " use a knife",
+    ),
+    "winogrande": (
+        {"sentence": "The _ was late.", "option1": "bus", "option2": "road", "answer": "1"},
+        "The bus",
+        " was late.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_dataset_renders_a_row_of_the_hub(tmp_path: Path, name: str) -> None:
+    fields, input_text, label_text = EXAMPLES[name]
+    write_jsonl(tmp_path / name / "train.jsonl", [fields])
+    spec = load_spec(name)
+    [row] = read_split(tmp_path, spec, "train")
+    rendered = spec.render(row)
+    assert rendered[row.gold] == (input_text, label_text)
+    assert len(rendered) == len(row.options)
+
+
+def test_options_of_winogrande_change_the_input_and_share_the_label(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [EXAMPLES["winogrande"][0]])
+    spec = load_spec("winogrande")
+    [row] = read_split(tmp_path, spec, "train")
+    assert spec.render(row) == (("The bus", " was late."), ("The road", " was late."))
+
+
+def test_braces_in_a_text_are_not_filled_again() -> None:
+    assert fill("{a} {b} {} {0} {{a}}", {"a": "{b}", "b": "B"}) == "{b} B {} {0} {{b}}"

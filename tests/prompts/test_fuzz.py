@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.build import SWITCHES, PromptSet, build_prompts
+from fairseq_icl.prompts import Writing
+from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec, parse_spec
 from fairseq_icl.prompts.readers import read_split
-from fairseq_icl.prompts.render import render
-from fairseq_icl.prompts.tokens import encode_text
-from fairseq_icl.reading import CHOICES, Reading
+from fairseq_icl.settings import SETTINGS, Settings
 from tests.prompts.samples import SENTIMENT, encode_bytes, spec_of, write_jsonl
 
 SPEC = spec_of(SENTIMENT)
@@ -56,7 +55,7 @@ def read_or_refuse(folder: Path, spec: DatasetSpec = SPEC) -> None:
     for row in checked(read_split, folder, spec, "train") or []:
         assert row.gold in range(len(row.options))
         assert all(isinstance(text, str) for text in row.texts.values())
-        render(spec, row)
+        spec.render(row)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "tsv", "csv", "parquet"])
@@ -136,20 +135,23 @@ def test_any_yaml_file_is_loaded_or_refused(folder: Path, data: Any) -> None:
     checked(load_spec, str(path))
 
 
-PROMPT_READING = ("loss_on", "finetuning_order", "finetuning_demonstrations", "permutation_zero")
-readings = st.builds(Reading, **{name: st.sampled_from(CHOICES[name]) for name in PROMPT_READING})
+CHOSEN = (
+    "loss_on",
+    "finetuning_order",
+    "finetuning_demonstrations",
+    "permutation_zero",
+    "switch_labels",
+    "missing_class",
+)
 unicode = st.text(st.characters(codec="utf-8"), max_size=10)
 word = st.text(st.characters(codec="utf-8", exclude_categories=["Z", "C"]), min_size=1, max_size=5) | unicode
-requests = st.fixed_dictionaries(
-    {
-        "num_demonstrations": st.integers(0, 4),
-        "seed": st.integers(0, 2**32 - 1),
-        "permutation": st.integers(-1, 4),
-        "max_positions": st.integers(20, 400),
-        "switch_labels": st.sampled_from(SWITCHES),
-        "switch_fraction": st.floats(0, 1),
-        "reading": readings,
-    }
+requests = st.builds(
+    Settings,
+    num_demonstrations=st.integers(0, 4),
+    seed=st.integers(0, 2**32 - 1),
+    permutation=st.integers(-1, 4),
+    switch_fraction=st.floats(0, 1),
+    **{name: st.sampled_from(SETTINGS[name].choices) for name in CHOSEN},
 )
 
 
@@ -159,48 +161,46 @@ requests = st.fixed_dictionaries(
     words=st.lists(word, min_size=2, max_size=3),
     content=st.lists(st.tuples(unicode, st.integers(0, 1)), min_size=3, max_size=6),
     request=requests,
+    max_positions=st.integers(20, 400),
 )
 def test_any_prompt_keeps_its_promises_or_is_refused(
-    folder: Path, around: tuple[str, str], words: list[str], content: list[tuple[str, int]], request: dict[str, Any]
+    folder: Path,
+    around: tuple[str, str],
+    words: list[str],
+    content: list[tuple[str, int]],
+    request: Settings,
+    max_positions: int,
 ) -> None:
     for split in ("train", "valid"):
         write_jsonl(folder / "prompts" / f"{split}.jsonl", [{"text": text, "label": i} for text, i in content])
     spec = checked(spec_of, SENTIMENT, template="{text}".join(around), label_words=words)
-    prompts = spec and checked(build_prompts, spec, folder / "prompts", encode_bytes, **request)
+    writing = Writing(encode_bytes, max_positions)
+    prompts = spec and checked(build_prompts, spec, folder / "prompts", writing, request)
     if prompts:
-        check_promises(prompts, spec, folder / "prompts", **request)
+        check_promises(prompts, spec, folder / "prompts", writing)
 
 
-def check_promises(
-    prompts: PromptSet,
-    spec: DatasetSpec,
-    folder: Path,
-    *,
-    num_demonstrations: int,
-    max_positions: int,
-    switch_labels: str,
-    reading: Reading,
-    **_: Any,
-) -> None:
+def check_promises(prompts: Prompts, spec: DatasetSpec, folder: Path, writing: Writing) -> None:
+    asked, max_positions = prompts.settings, writing.max_positions
     read = read_split(folder, spec, "valid")
     for query in prompts.queries:
-        options = render(spec, read[query.row]).options
-        assert [list(x) for x in query.inputs] == [encode_text(text, encode_bytes) for text, _ in options]
-        assert [list(x) for x in query.labels] == [encode_text(text, encode_bytes) for _, text in options]
+        options = spec.render(read[query.row])
+        assert query.inputs == tuple(writing.tokens(text) for text, _ in options)
+        assert query.labels == tuple(writing.tokens(text) for _, text in options)
         assert query.gold == read[query.row].gold
         assert query.longest <= max_positions
     longest = max(query.longest for query in prompts.queries)
     assert prompts.context[0] == 0
     assert not prompts.context_rows or len(prompts.context) + longest < max_positions
-    assert len(set(prompts.context_rows)) == len(prompts.context_rows) == num_demonstrations - prompts.num_dropped
+    assert len(set(prompts.context_rows)) == len(prompts.context_rows) <= asked.num_demonstrations
     assert sum(end - start + 1 for start, end in prompts.context_spans) == len(prompts.context) - 1
     assert all(prompts.context[end] == 2 for _, end in prompts.context_spans)
-    fitting = reading.finetuning_demonstrations == "fitting"
-    assert len(prompts.finetuning) == (len(prompts.context_rows) if fitting else num_demonstrations)
+    fitting = asked.finetuning_demonstrations == "fitting"
+    assert len(prompts.finetuning) == (len(prompts.context_rows) if fitting else asked.num_demonstrations)
     for sequence in prompts.finetuning:
         assert len(sequence.tokens) == len(sequence.scored)
         assert (sequence.tokens[0], sequence.scored[0], sequence.scored[-1]) == (0, False, True)
-    if switch_labels in ("none", "both"):
+    if asked.switch_labels in ("none", "both"):
         trained = {sequence.row: sequence.tokens[1:] for sequence in prompts.finetuning}
         for row, (start, end) in zip(prompts.context_rows, prompts.context_spans, strict=True):
             assert prompts.context[start:end] == trained[row]

@@ -73,6 +73,8 @@ def test_missing_file_and_folder_are_reported(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("3", "not a JSON object"),
+        ('{"text": "x", "label": 1, "text": "y"}', "not JSON .the key 'text' stands twice"),
+        ('{"text": "x", "label": 1, "other": {"a": 1, "a": 2}}', "not JSON .the key 'a' stands twice"),
         ('{"label": 1}', "field 'text' is missing; the row has label"),
         ('{"text": "x"}', "field 'label' is missing"),
         ('{"text": 3, "label": 1}', "field 'text' is int, not text"),

@@ -2,10 +2,13 @@ import numpy
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.sampling import check_seed, demonstration_orders, shuffled, switched_labels
-from fairseq_icl.reading import Reading
+from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS, demonstration_orders, shuffled, switched_labels
+from fairseq_icl.settings import SETTINGS, Settings
 
-AUTHORS, PAPER = Reading(), Reading.of("paper")
+
+def orders(k: int, seed: int, permutation: int, reading: str = "authors", **changes: str) -> tuple[list, list]:
+    settings = {"num_demonstrations": k, "seed": seed, "permutation": permutation}
+    return demonstration_orders(Settings.of(reading, **settings, **changes))
 
 
 def test_shuffle_is_that_of_hugging_face_datasets() -> None:
@@ -14,39 +17,39 @@ def test_shuffle_is_that_of_hugging_face_datasets() -> None:
 
 
 def test_index_zero_is_no_permutation_for_the_authors_and_the_first_draw_in_the_paper() -> None:
-    assert demonstration_orders(8, 5, 0, AUTHORS) == (list(range(8)), list(range(8)))
+    assert orders(8, 5, 0) == (list(range(8)), list(range(8)))
     first = numpy.random.RandomState(5).permutation(8).tolist()
-    assert demonstration_orders(8, 5, 0, PAPER) == (first, first)
+    assert orders(8, 5, 0, "paper") == (first, first)
 
 
 def test_negative_index_is_never_a_permutation() -> None:
-    assert (
-        demonstration_orders(4, 5, -1, PAPER) == demonstration_orders(4, 5, -1, AUTHORS) == ([0, 1, 2, 3], [0, 1, 2, 3])
-    )
+    assert orders(4, 5, -1, "paper") == orders(4, 5, -1) == ([0, 1, 2, 3], [0, 1, 2, 3])
 
 
 def test_index_one_uses_the_second_draw_for_icl_and_the_seventh_for_finetuning() -> None:
     generator = numpy.random.RandomState(5)
     draws = [generator.permutation(8).tolist() for _ in range(10)]
-    assert demonstration_orders(8, 5, 1, AUTHORS) == (draws[1], draws[6])
-    assert demonstration_orders(8, 5, 1, Reading(finetuning_order="icl")) == (draws[1], draws[1])
+    assert orders(8, 5, 1) == (draws[1], draws[6])
+    assert orders(8, 5, 1, finetuning_order="icl") == (draws[1], draws[1])
 
 
 def test_the_global_generator_is_left_alone() -> None:
     before = numpy.random.get_state()[1].tolist()
-    demonstration_orders(8, 5, 1, AUTHORS)
+    orders(8, 5, 1)
     assert numpy.random.get_state()[1].tolist() == before
 
 
 def test_permutation_beyond_the_draws_is_an_error() -> None:
-    with pytest.raises(UserError, match="--permutation 5: 5 are drawn; choose 0 to 4"):
-        demonstration_orders(8, 5, 5, AUTHORS)
+    assert SETTINGS["permutation"].high == NUM_PERMUTATIONS - 1
+    with pytest.raises(UserError, match="permutation=5: must be at most 4"):
+        orders(8, 5, 5)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seed_out_of_range_is_an_error(seed: int) -> None:
-    with pytest.raises(UserError, match="--seed"):
-        check_seed(seed)
+    for name in ("seed", "switch_seed"):
+        with pytest.raises(UserError, match=f"^{name}={seed}: must be at (least 0|most 4.29497e\\+09)"):
+            Settings(**{name: seed})
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
@@ -69,5 +72,5 @@ def test_two_classes_are_flipped() -> None:
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
 def test_fraction_out_of_range_is_an_error(fraction: float) -> None:
-    with pytest.raises(UserError, match="--switch-fraction"):
-        switched_labels([0], [2], fraction, 1)
+    with pytest.raises(UserError, match=f"switch_fraction={fraction}: must be"):
+        Settings(switch_fraction=fraction)

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.reading import CHOICES, Reading
-from fairseq_icl.replication.cells import cell_from, key_of, observed
+from fairseq_icl.models.files import find_files
 from fairseq_icl.replication.configuration import compose_configuration, friendly
+from fairseq_icl.replication.cells import key_of
 from fairseq_icl.replication.plan import expand
+from fairseq_icl.settings import READING, Settings
 
 
 def plan(*overrides: str):
@@ -18,7 +19,7 @@ def plan(*overrides: str):
 
 def test_deutch2024_has_the_papers_runs():
     cells = plan("experiment=deutch2024")
-    runs = {(c.dataset, c.seed, c.permutation, c.settings.learning_rate) for c in cells}
+    runs = {(c.dataset, c.seed, c.permutation, c.settings.lr) for c in cells}
     assert {("sst2", 2, 0, 0.0005), ("mr", 6, 1, 0.003), ("cb", 5, 2, 0.08)} <= runs
     assert len(runs) == 18
     assert Counter((c.init, c.method) for c in cells) == {
@@ -36,22 +37,23 @@ def test_dai2023_has_the_papers_settings_for_each_size():
     small = {c.dataset: c for c in plan("experiment=dai2023")}
     large = {c.dataset: c for c in plan("experiment=dai2023", "model=2.7b")}
     assert [small["sst2"].seed, large["sst2"].seed, large["mr"].seed] == [2, 7, 1]
-    assert [small["cb"].settings.learning_rate, large["cb"].settings.learning_rate] == [0.08, 0.01]
+    assert [small["cb"].settings.lr, large["cb"].settings.lr] == [0.08, 0.01]
     assert [small[name].settings.num_demonstrations for name in ("cb", "agnews", "mr")] == [19, 22, 32]
     assert {c.permutation for c in small.values()} == {0}
 
 
 def test_audit_switches_every_difference_alone_and_all_together():
     cells = plan("experiment=audit", "dataset=[sst2]", "seed=2", "method=gd")
-    trained = {c.variant: c.settings.reading for c in cells if c.init == "pretrained"}
-    authors = Reading()
-    single = {name: sum(1 for c in CHOICES[name]) - 1 for name in CHOICES if name != "final_norm"}
+    trained = {c.variant: c.settings for c in cells if c.init == "pretrained"}
+    authors = trained[""]
+    single = {name: len(known.choices) - 1 for name, known in READING.items() if name != "final_norm"}
     assert len(trained) == sum(single.values()) + 2
-    assert trained["reading=paper"] == Reading.of("paper")
-    for variant, reading in trained.items():
+    paper = Settings.of("paper")
+    assert all(getattr(trained["reading=paper"], name) == getattr(paper, name) for name in READING)
+    for variant, settings in trained.items():
         if variant not in ("", "reading=paper"):
             name, value = variant.split("=")
-            assert reading == replace(authors, **{name: value})
+            assert settings == replace(authors, **{name: value})
     untrained = {c.variant for c in cells if c.init == "trained-embeddings"}
     assert untrained == {"", "final_norm=kept", "reading=paper"}
 
@@ -69,13 +71,13 @@ def test_label_switching_and_clipping_vary_what_they_say():
 def test_variants_may_bring_their_own_k():
     cells = plan("experiment=shots", "dataset=[sst2]", "seed=9")
     assert [c.settings.num_demonstrations for c in cells] == [1, 2, 4, 8, 16, 32]
-    assert {c.settings.learning_rate for c in cells} == {None}
+    assert {c.settings.lr for c in cells} == {None}
 
 
 def test_overrides_choose_parts_and_keep_the_papers_permutations():
     cells = plan("experiment=deutch2024", "dataset=[mr]", "seed=[7,5,11]", "method=lcgd", "lr=0.5", "lr_scale=0.1")
     assert [(c.seed, c.permutation) for c in cells] == [(7, 2), (5, 0), (11, 2)]
-    assert {c.settings.learning_rate for c in cells} == {0.05}
+    assert {c.settings.lr for c in cells} == {0.05}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_overrides_choose_parts_and_keep_the_papers_permutations():
         (["dataset=[]"], "no dataset"),
         (["position=last"], "option0, query, gold"),
         (["init=layer-norms", "method=alpha"], "plan is empty"),
-        (["vary={limit:[1]}"], "limit cannot be varied"),
+        (["vary={seed:[1]}"], "seed cannot be varied"),
         (["skip=[{seed:1}]"], "unknown key seed"),
     ],
 )
@@ -99,39 +101,53 @@ def test_mistakes_are_explained(overrides, message):
         plan("experiment=deutch2024", *overrides)
 
 
-def test_keys_follow_what_determines_a_cell_and_nothing_else():
-    cell = plan("experiment=deutch2024", "dataset=[sst2]")[0]
-    key = key_of(cell.configuration(), {"model": "a"})
-    assert key == key_of(replace(cell, variant="other name").configuration(), {"model": "a"})
-    assert key != key_of(cell.configuration(), {"model": "b"})
-    assert key != key_of(replace(cell, seed=9).configuration(), {"model": "a"})
-    assert cell_from(cell.configuration()) == replace(cell, source="")
+def test_keys_follow_what_determines_a_cell_and_nothing_else(world, tmp_path):
+    from tests.replication.toy_run import configuration
+
+    cell = expand(configuration(world, tmp_path, "experiment=deutch2024", "method=gd", "init=pretrained"))[0]
+    files = find_files(world.model, bpe=None, name="toy")
+    key = key_of(cell, files, world.data)
+    assert key == key_of(replace(cell, variant="other name"), files, world.data)
+    assert key != key_of(cell, replace(files, checkpoint=world.dictionary), world.data)
+    assert key != key_of(cell.changed(seed=9), files, world.data)
+    assert key != key_of(cell.changed(method="lcgd"), files, world.data)
+
+
+def test_two_datasets_of_one_name_are_refused(tmp_path):
+    text = (
+        "name: same\nversion: 1\nsource: s\nfields: [text]\ntemplate: '{text} A:'\nlabel_words: [a, b]\n"
+        "papers: {deutch2024: {k: 4, seeds: [1], learning_rate: 0.1}}\n"
+    )
+    (tmp_path / "one.yaml").write_text(text)
+    (tmp_path / "two.yaml").write_text(text.replace("A:", "B:"))
+    with pytest.raises(UserError, match="also named same"):
+        plan("experiment=deutch2024", f"dataset=[{tmp_path / 'one.yaml'},{tmp_path / 'two.yaml'}]")
 
 
 def test_observations_are_shared_by_what_cannot_change_them():
     gd, lcgd, alpha, *_ = plan("experiment=deutch2024", "dataset=[sst2]")
-    assert observed(gd, "zsl") == observed(lcgd, "zsl") == observed(alpha, "zsl")
-    assert observed(gd, "icl") == observed(lcgd, "icl")
-    assert observed(gd, "ft") != observed(lcgd, "ft")
+    assert gd.observed("zsl") == lcgd.observed("zsl") == alpha.observed("zsl")
+    assert gd.observed("icl") == lcgd.observed("icl")
+    assert gd.observed("ft") != lcgd.observed("ft")
     seeds = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.init == "pretrained"]
-    assert len({observed(c, "zsl") for c in seeds}) == 1
-    assert len({observed(c, "icl") for c in seeds}) == 3
+    assert len({c.observed("zsl") for c in seeds}) == 1
+    assert len({c.observed("icl") for c in seeds}) == 3
     untrained = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.init == "layer-norms"]
-    assert len({observed(c, "zsl") for c in untrained}) == 3
+    assert len({c.observed("zsl") for c in untrained}) == 3
 
 
 def test_audit_shares_all_that_a_difference_leaves_alone():
     cells = plan("experiment=audit", "dataset=[sst2]", "seed=2", "method=gd", "init=pretrained")
     icl = {}
     for cell in cells:
-        icl.setdefault(observed(cell, "icl"), []).append(cell.variant)
+        icl.setdefault(cell.observed("icl"), []).append(cell.variant)
     assert sorted(map(len, icl.values()), reverse=True)[0] == len(cells) - 4  # position twice, permutation_zero, paper
-    ft = {observed(cell, "ft") for cell in cells}
+    ft = {cell.observed("ft") for cell in cells}
     assert len(ft) == len(cells) - 2  # random_update and attention_similarity change metrics only
 
 
 def test_switched_labels_of_fine_tuning_leave_icl_alone():
     cells = plan("experiment=label_switching", "dataset=[sst2]", "seed=2", "method=gd")
-    by_variant = {c.variant: observed(c, "icl") for c in cells}
+    by_variant = {c.variant: c.observed("icl") for c in cells}
     assert by_variant["switch_labels=finetuning switch_fraction=1"] == by_variant[""]
     assert by_variant["switch_labels=both switch_fraction=1"] != by_variant[""]

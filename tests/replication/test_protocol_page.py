@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from fairseq_icl.reading import CHOICES, PAPER, Reading
+from fairseq_icl.settings import READING
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "protocol.md"
 
@@ -20,15 +20,14 @@ def rows() -> dict[str, tuple[str, str, list[str]]]:
 
 
 def test_the_table_has_every_difference_with_its_values():
-    authors = Reading()
     expected = {}
-    for name, values in CHOICES.items():
-        first, paper = getattr(authors, name), PAPER[name]
-        expected[name] = (first, paper, [value for value in values if value not in (first, paper)])
+    for name, known in READING.items():
+        others = [value for value in known.choices if value not in (known.default, known.paper)]
+        expected[name] = (known.default, known.paper, others)
     assert rows() == expected
 
 
 def test_every_difference_is_explained():
     text = PAGE.read_text(encoding="utf-8")
-    for name in CHOICES:
+    for name in READING:
         assert f"- **{name}.**" in text

@@ -13,13 +13,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fairseq_icl.commands.report import main
 from fairseq_icl.errors import UserError
+from fairseq_icl.replication.report import write_report
 from fairseq_icl.replication.report.curves import switched_labels
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.replication.report.tables import comparison_tables, paper_tables, published_figures
 from fairseq_icl.replication.report.text import escaped, latex, markdown, plain
-from fairseq_icl.replication.report.write import write_report
-from fairseq_icl.replication.report_command import main
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results import COLUMNS, write_results
 
@@ -60,7 +60,7 @@ def make_run(folder: Path, tables_shown: list[str], variants: tuple[str, ...] = 
 
 
 def write_cell(store: Store, key: str, dataset: str, seed: int, method: str, rate: float) -> None:
-    settings = {"learning_rate": rate, "num_demonstrations": 8, "switch_labels": "none", "switch_fraction": 1.0}
+    settings = {"lr": rate, "num_demonstrations": 8, "switch_labels": "none", "switch_fraction": 1.0}
     configuration = {"cell": {"method": method, "settings": settings}}
 
     def write(folder: Path) -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import write_atomically
 from fairseq_icl.replication.store import Store
 
 
@@ -39,9 +40,9 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="No space left on device"):
         store.finish("k", fail)
     with pytest.raises(UserError, match="cannot be written"):
-        store.save_observation("o", lambda path: fail(tmp_path / "observations"))
+        store.save_observation("o", fail)
     assert list((tmp_path / "cells").iterdir()) == []
-    assert not store.observation_path("o").exists()
+    assert list((tmp_path / "observations").iterdir()) == []
 
 
 def test_torch_reports_of_a_full_disk_are_clear(tmp_path):
@@ -49,7 +50,7 @@ def test_torch_reports_of_a_full_disk_are_clear(tmp_path):
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
 
     with pytest.raises(UserError, match="PytorchStreamWriter failed"):
-        Store(tmp_path).save_observation("o", fail)
+        Store(tmp_path).save_observation("o", lambda folder: write_atomically(folder / "x", fail))
 
 
 def test_folders_of_another_version_or_of_others_are_refused(tmp_path):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from fairseq_icl.commands.replicate import run_configuration
 from fairseq_icl.replication.configuration import compose_configuration, friendly
-from fairseq_icl.replication.replicate_command import run_configuration
 from fairseq_icl.results import read_results
 from tests.world import World
 

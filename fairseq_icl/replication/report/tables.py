@@ -17,7 +17,16 @@ from fairseq_icl.settings import nearest
 PUBLISHED = PACKAGE / "config" / "published.yaml"
 AVERAGE = "average"
 PLAIN = "plain run"
-METRICS = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect", "sim_aou")
+METRICS: tuple[str, ...] = (
+    "accuracy_zsl",
+    "accuracy_icl",
+    "accuracy_ft",
+    "rec2ftp",
+    "rpa",
+    "rpa_correct",
+    "rpa_incorrect",
+    "sim_aou",
+)
 METRICS += ("sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after", "sim_am_delta")
 METRICS += ("alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
 """Metrics that comparison tables show, in this order; metrics of other packages follow."""
@@ -165,7 +174,7 @@ def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference
         undefined = _select(run.summary, selection | {"metric": f"undefined_{selection['metric']}"})
         return Entry(runs=int(undefined["runs"].sum()), planned=planned, **reference)
     row = found.iloc[0]
-    numbers = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
+    numbers: dict[str, Any] = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
     return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), **reference)
 
 
@@ -183,11 +192,12 @@ def _number(value: Any, scale: float) -> float | None:
 def _average(entries: Sequence[Entry], published: float | None) -> Entry:
     """Mean over the planned datasets once all have a number; the paper's average beside it if it is over the same."""
     means = [entry.mean for entry in entries if entry.planned]
-    if not means or None in means:
+    defined = [mean for mean in means if mean is not None]
+    if not means or len(defined) < len(means):
         return Entry(published=published)
     runs = min(entry.runs for entry in entries if entry.planned)
     return Entry(
-        mean=math.fsum(means) / len(means), runs=runs, published=published if len(means) == len(entries) else None
+        mean=math.fsum(defined) / len(defined), runs=runs, published=published if len(means) == len(entries) else None
     )
 
 

@@ -1,0 +1,47 @@
+"""Draws addressed by example, independent of batching and distributed as promised; cosines defined everywhere."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_icl.metrics.vectors import cosine, gaussian, uniform, unit
+
+
+@given(st.permutations(range(8)), st.integers(1, 7))
+def test_draws_do_not_depend_on_order_or_batching(order, cut):
+    whole = uniform(torch.arange(8), (2, 3), "a")
+    order = torch.tensor(order)
+    parts = torch.cat([uniform(order[:cut], (2, 3), "a"), uniform(order[cut:], (2, 3), "a")])
+    assert torch.equal(parts, whole[order])
+
+
+def test_uniform_draws_have_the_moments_of_the_uniform_distribution():
+    draws = uniform(torch.arange(100), (1000,), "a")
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert abs(float(draws.mean()) - 0.5) < 0.005
+    assert abs(float(draws.var()) - 1 / 12) < 0.002
+    assert len(draws.unique()) == draws.numel()
+
+
+def test_gaussian_draws_have_the_moments_of_the_normal_distribution():
+    draws = gaussian(torch.arange(100), (1000,), "a")
+    assert abs(float(draws.mean())) < 0.02
+    assert abs(float(draws.var()) - 1) < 0.02
+
+
+def test_streams_and_examples_are_uncorrelated():
+    a, b = uniform(torch.arange(2), (20000,), "a"), uniform(torch.arange(2), (20000,), "b")
+    correlation = torch.corrcoef(torch.cat([a, b]))
+    assert (correlation - torch.eye(4)).abs().max() < 0.03
+
+
+def test_the_cosine_with_a_zero_vector_is_a_counted_zero():
+    a = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-30, 0.0]])
+    value, zero = cosine(a, torch.tensor([[4.0, 3.0], [1.0, 0.0], [1e-30, 0.0]]))
+    assert value.tolist() == [24 / 25, 0.0, 1.0]
+    assert zero.tolist() == [0, 1, 0]
+
+
+def test_the_zero_vector_has_no_direction():
+    assert unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist() == [[0.6, 0.8], [0.0, 0.0]]

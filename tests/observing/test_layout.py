@@ -1,0 +1,50 @@
+"""Batches: every query once, shortest first, and never more work than allowed."""
+
+import pytest
+
+from fairseq_icl.observing.layout import lay_out, plan_batches
+from fairseq_icl.prompts.build import Query
+from tests.observing.tiny import make_queries
+
+
+def longest_of(query: Query) -> int:
+    return max(len(tokens) + len(label) for tokens, label in zip(query.inputs, query.labels, strict=True))
+
+
+def test_plan_sorts_by_length_and_bounds_the_tokens() -> None:
+    queries = make_queries("multi", count=40)
+    batches = plan_batches(queries, max_tokens=60)
+    order = [index for batch in batches for index in batch]
+    assert sorted(order) == list(range(40))
+    lengths = [longest_of(queries[index]) for index in order]
+    assert lengths == sorted(lengths)
+    for batch in batches:
+        assert len(batch) == 1 or 3 * len(batch) * longest_of(queries[batch[-1]]) <= 60
+
+
+@pytest.mark.parametrize("kind", ["single", "multi", "inputs"])
+def test_plan_bounds_the_number_of_queries(kind: str) -> None:
+    queries = make_queries(kind, count=40)
+    batches = plan_batches(queries, max_tokens=60, max_queries=2)
+    assert sorted(index for batch in batches for index in batch) == list(range(40))
+    assert max(map(len, batches)) == 2
+    assert plan_batches(queries, max_tokens=10**9, max_queries=40) == plan_batches(queries, max_tokens=10**9)
+
+
+def test_queries_with_one_token_labels_count_as_one_sequence() -> None:
+    query = Query(0, 0, ((5, 6, 7),) * 4, ((8,), (9,), (10,), (11,)))
+    assert [len(batch) for batch in plan_batches([query] * 10, max_tokens=16)] == [4, 4, 2]
+    several = Query(0, 0, ((5, 6),) * 4, ((8, 9), (9,), (10,), (11,)))
+    assert [len(batch) for batch in plan_batches([several] * 10, max_tokens=32)] == [2] * 5
+
+
+def test_a_query_longer_than_a_batch_is_one_alone() -> None:
+    long, short = Query(0, 0, ((5,) * 99,), ((8,),)), Query(1, 0, ((5,),), ((8,),))
+    assert plan_batches([long, short, long], max_tokens=50) == [[1], [0], [2]]
+    assert plan_batches([]) == []
+
+
+def test_sequences_are_filled_up_on_the_right_after_the_context() -> None:
+    layout = lay_out([Query(0, 0, ((5, 6),) * 2, ((8,), (9,))), Query(1, 1, ((7,),) * 2, ((8,), (9,)))], "query")
+    assert layout.tokens(before=(1, 2)).tolist() == [[1, 2, 5, 6], [1, 2, 7, 0]]
+    assert layout.recorded_position.tolist() == [1, 0]

@@ -1,0 +1,79 @@
+"""Losses behind a frozen unembedding: exact, in chunks, with no logits kept; and which layers get one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.training import layer_causal
+from fairseq_icl.training.layer_causal import check_decoder, decoder_of, parse_layers, unembedding_losses
+from tests.criterions.tiny_model import build_model, criterion, gradients, sample_of
+
+TOKENS = [[0, 5, 7, 4, 9, 11], [0, 8, 6, 10, 2, 5]]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_losses_and_gradients_are_those_of_cross_entropy(tokens: int, layers: int):
+    generator = torch.Generator().manual_seed(tokens)
+    unembedding = torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    target = torch.randint(50, (tokens,), generator=generator)
+    features = torch.randn(layers, tokens, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(layers, tokens, generator=generator, dtype=torch.float64)
+    expected = torch.stack([cross_entropy(x @ unembedding.T, target, reduction="none") for x in features])
+    [expected_gradient] = torch.autograd.grad((expected * weight).sum(), features)
+    found = unembedding_losses(unembedding, target, tuple(features))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad((found * weight).sum(), features)[0], expected_gradient)
+
+
+def test_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch):
+    sample, model = sample_of(TOKENS), build_model()
+    whole = gradients(model, criterion()(model, sample)[0])
+    monkeypatch.setattr(layer_causal, "ROWS_PER_CHUNK", 16)
+    torch.testing.assert_close(gradients(model, criterion()(model, sample)[0]), whole)
+
+
+def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layer_causal, "ROWS_PER_CHUNK", 16)
+    vocabulary, dim, layers, tokens = 20_000, 8, 12, 16
+    unembedding, target = torch.randn(vocabulary, dim), torch.arange(tokens)
+    features = tuple(torch.randn(tokens, dim, requires_grad=True) for _ in range(layers))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        unembedding_losses(unembedding, target, features).sum().backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
+    chunk = vocabulary * 16 * 4
+    assert chunk <= alive.max() < 1.2 * chunk
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [(None, range(12)), ("0-11", range(12)), ("3", range(3, 4)), ("2-", range(2, 12)), ("4-5", range(4, 6))],
+)
+def test_layer_ranges(text: str | None, layers: range):
+    assert parse_layers(text, 12) == layers
+
+
+@pytest.mark.parametrize("text", ["12", "0-12", "5-4", "-3", "a", "", "1,2", "1-2-3", "9" * 30])
+def test_bad_layer_range_is_told_in_one_line(text: str):
+    with pytest.raises(UserError, match=r"^layers=") as error:
+        parse_layers(text, 12)
+    assert "\n" not in str(error.value)
+
+
+def test_decoder_is_found_inside_wrappers():
+    model = build_model()
+    assert decoder_of(SimpleNamespace(module=SimpleNamespace(), decoder=model.decoder)) is model.decoder
+    assert decoder_of(nn.DataParallel(nn.DataParallel(model))) is model.decoder
+
+
+@pytest.mark.parametrize("head", [nn.Linear(2, 2, bias=True), nn.Identity()])
+def test_output_layer_that_is_no_plain_matrix_is_refused(head: nn.Module):
+    decoder = SimpleNamespace(adaptive_softmax=None, output_projection=head, layers=nn.ModuleList())
+    with pytest.raises(UserError, match="output layer is not one plain matrix"):
+        check_decoder(decoder, None)
