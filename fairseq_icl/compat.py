@@ -52,8 +52,8 @@ rebuilt; anything else in a checkpoint stays refused.
 """
 
 
-def apply() -> None:
-    """Change fairseq's commands, once."""
+def apply(restore: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Change fairseq's commands, once; `restore` makes model and task of a checkpoint for `fairseq-validate`."""
     global _applied
     if _applied:
         return
@@ -61,7 +61,7 @@ def apply() -> None:
     silence_warnings_about_fairseq()
     torch.serialization.add_safe_globals(CHECKPOINT_CLASSES)  # for fairseq's own reading of checkpoints
     watch_command_lines()
-    honour_flags_in_validate()
+    honour_flags_in_validate(restore)
     gather_without_cuda()
     tell_failed_saves()
 
@@ -146,7 +146,7 @@ def _add_plugin_groups(parser: argparse.ArgumentParser) -> None:
             action.help = plain.get(name, "an option of fairseq's own, which its authors left without description")
 
 
-def honour_flags_in_validate() -> None:
+def honour_flags_in_validate(restore: Callable[[str, dict[str, Any]], Any]) -> None:
     """Make `fairseq-validate --task demonstration_prompting --criterion ... --any-plugin-flag` mean what it says.
 
     fairseq goes on with the task, criterion and model saved in a `cfg` checkpoint and silently drops the flags
@@ -159,8 +159,6 @@ def honour_flags_in_validate() -> None:
         filenames: list[str], arg_overrides: dict[str, Any] | None = None, task: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if task is None and (arg_overrides or {}).get("task") == TASK:
-            from fairseq_icl.tasks.restore import restore
-
             return restore(filenames[0], arg_overrides or {})
         return original(filenames, arg_overrides, task, *args, **kwargs)
 
@@ -211,6 +209,12 @@ def tell_failed_saves() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
     checkpoint_utils._torch_persistent_save = torch.save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
+
+
+def checkpoint_classes_allowed() -> Any:
+    """A context in which torch unpickles CHECKPOINT_CLASSES; torch's own would disallow at its end what was allowed before."""
+    known = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known])
 
 
 @contextmanager

@@ -38,7 +38,9 @@ def write_atomically(path: str | Path, content: str | bytes | memoryview | Calla
         sync(unfinished)
         unfinished.replace(path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-        reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        reason = (isinstance(error, OSError) and error.strerror) or (str(error).splitlines() or [type(error).__name__])[
+            0
+        ]
         raise UserError(f"{path}: cannot be written ({reason}); free some space or choose another place") from error
     finally:
         if unfinished is not None:

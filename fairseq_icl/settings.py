@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, get_args
 
 from fairseq_icl.errors import UserError
@@ -65,7 +66,7 @@ class Setting:
         problem = self._problem(value)
         if problem is not None:
             raise UserError(f"{self.name}={_shown(value)}: {problem}")
-        return float(value) if self.kind is float else value
+        return self.kind(value)  # numpy's numbers become Python's, whose text is the same everywhere
 
     def _problem(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
@@ -73,7 +74,7 @@ class Setting:
             return None if value in self.choices else f"choose from {', '.join(self.choices)}"
         if self.kind is str:
             return None if isinstance(value, str) and value.strip() else "must be a text that is not empty"
-        number = isinstance(value, int) or (self.kind is float and isinstance(value, float))
+        number = isinstance(value, Integral) or (self.kind is float and isinstance(value, Real))
         if isinstance(value, bool) or not number or not math.isfinite(value):
             return "must be a number" if self.kind is float else "must be a whole number"
         if self.low is not None and value < self.low:

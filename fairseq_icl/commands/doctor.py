@@ -1,5 +1,8 @@
 """`fairseq-icl doctor FOLDER`: what is in a model folder, whether it fits together, and what to do if it does not."""
 
+from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
+
+# isort: split
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ import torch
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from fairseq_icl.compat import CHECKPOINT_CLASSES
+from fairseq_icl.compat import checkpoint_classes_allowed
 from fairseq_icl.errors import UserError
 
 BASE_REFERENCE = "base"
@@ -29,7 +29,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: the checkpoint is empty; download or copy it again")
     try:
         # Checkpoints older than torch 1.6 are not zip files and cannot be mapped.
-        with torch.serialization.safe_globals(CHECKPOINT_CLASSES):
+        with checkpoint_classes_allowed():
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UserError(

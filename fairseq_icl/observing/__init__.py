@@ -43,6 +43,8 @@ def observe(
     **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32.
     """
     queries = prompts.queries[:limit]
+    if not queries:
+        raise UserError(f"limit={limit}: there is no query to observe; give at least 1")
     observer = Observer(model, prompts, in_context=in_context)
     batches = plan_batches(queries)
     shown = tqdm(batches, desc="ICL" if in_context else "ZSL or FT", unit="batch", disable=not progress)
@@ -79,7 +81,9 @@ class Observer:
         if self._prefix is None and self._in_context:
             decoder = self.model.lm.decoder
             # A prefix kept from an earlier pass would have no tangents in the linearized model.
-            moved = isinstance(self.model.lm, LinearizedLM) and self.model.weights is None
+            deltas = self.model.weights
+            at_base = deltas is not None and not any(bool(delta.any()) for delta in deltas.values())
+            moved = isinstance(self.model.lm, LinearizedLM) and not at_base
             if moved or not supports_prefix(decoder):
                 self._in_context = False
             else:

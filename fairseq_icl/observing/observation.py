@@ -132,6 +132,8 @@ def _rebuilt(setting: str, facts: Mapping[str, Any], tensors: Mapping[str, Tenso
             else:
                 values[name] = value
     values["attention_row"] = _with_padding(values["attention_row"], values["query_length"])
+    if len({len(value) for value in values.values()}) > 1:
+        raise ValueError("its tensors are of different numbers of examples")
     return Observation(**values, training_queries=queries or None, **facts)
 
 

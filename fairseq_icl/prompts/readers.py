@@ -136,6 +136,9 @@ def _read_csv(path: Path, spec: DatasetSpec) -> Iterator[Record]:
 
 
 def _columns(path: Path, number: int, names: list[str], values: list[str]) -> dict[str, str]:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{path}:1: the column {twice!r} stands twice; rename one of them")
     if len(values) != len(names):
         raise UserError(
             f"{path}:{number}: {len(values)} columns, but the header has {len(names)}; "

@@ -96,7 +96,14 @@ def files_of(cfg: Any) -> ModelFiles:
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
 
-    def __init__(self, cfg: Any, dictionary: Dictionary, settings: Settings, prompts: Prompts | None = None):
+    def __init__(
+        self,
+        cfg: Any,
+        dictionary: Dictionary,
+        settings: Settings,
+        prompts: Prompts | None = None,
+        files: ModelFiles | None = None,
+    ):
         super().__init__(cfg)
         self.dictionary = dictionary
         self.settings = settings
@@ -104,17 +111,19 @@ class DemonstrationPromptingTask(FairseqTask):
         self.control: GradientControl | None = None
         self._decoder: FairseqDecoder | None = None
         self._step: tuple[list[int], float, int] = ([], 0.0, 0)
-        if prompts is not None:
+        if prompts is not None:  # made already, by whoever trains in this process
             self.prompts = prompts
+        if files is not None:
+            self.files = files
 
     @classmethod
     def setup_task(cls, cfg: Any, **given: Any) -> "DemonstrationPromptingTask":
-        """The task; `given` (dictionary, settings, prompts) need not be made again."""
+        """The task; `given` (files, settings, prompts) need not be made again."""
         if "prompts" not in given:
             load_spec(cfg.dataset)  # an unknown dataset is told before minutes of loading
-        files = files_of(cfg) if "dictionary" not in given else None
-        dictionary = given.get("dictionary") or (files and files.load_dictionary())
-        return cls(cfg, dictionary, given.get("settings") or settings_of(cfg), given.get("prompts"))
+        files = given.get("files") or files_of(cfg)
+        settings = given.get("settings") or settings_of(cfg)
+        return cls(cfg, files.load_dictionary(), settings, given.get("prompts"), files)
 
     @classmethod
     def add_args(cls, parser: Any) -> None:

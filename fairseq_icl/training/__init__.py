@@ -4,6 +4,9 @@ with fine_tuned(model, prompts, method="lcgd", lr=0.3) as tuned:
     ft = observe(tuned, prompts)
 """
 
+from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
+
+# isort: split
 import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -36,7 +39,13 @@ __all__ = ["fairseq_config", "fine_tuned"]
 
 @contextmanager
 def fine_tuned(
-    model: Model, prompts: Prompts, method: str = "gd", *, limits: pd.DataFrame | None = None, **settings: Any
+    model: Model,
+    prompts: Prompts,
+    method: str = "gd",
+    *,
+    limits: pd.DataFrame | None = None,
+    record_queries: bool = True,
+    **settings: Any,
 ) -> Iterator[Model]:
     """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
 
@@ -45,6 +54,8 @@ def fine_tuned(
     - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `train_parameters`,
       `biases`, `layers`, `layer_loss`, `layer_causal_point`, `step_per`; by default as in `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
+    - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
+      time of a vanilla step).
 
     **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradients.py) are what
     was recorded meanwhile.
@@ -69,14 +80,21 @@ def fine_tuned(
         plain = {"layer_clip": "none", "layer_clip_value": None}
         with fine_tuned(model, prompts, str(chosen.layer_clip_value), **settings | plain) as other:
             limits = other.gradients
-    yield _train(model, prompts, how, chosen, limits)
+    yield _train(model, prompts, how, chosen, limits, record_queries)
 
 
-def _train(model: Model, prompts: Prompts, method: Method, settings: Settings, limits: pd.DataFrame | None) -> Model:
+def _train(
+    model: Model,
+    prompts: Prompts,
+    method: Method,
+    settings: Settings,
+    limits: pd.DataFrame | None,
+    record_queries: bool,
+) -> Model:
     """Train and leave the module's own parameters as they were."""
     options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
-    config = fairseq_config(options)
-    task = setup_task(config.task, prompts=prompts, settings=settings, dictionary=model.files.load_dictionary())
+    config = fairseq_config(options | {"record_queries": record_queries})
+    task = setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
     lm = model.lm
     lm.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
@@ -88,7 +106,7 @@ def _train(model: Model, prompts: Prompts, method: Method, settings: Settings, l
     lm.eval()
     changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
     tuned = dataclasses.replace(model.under(weights, method.name), **changed)
-    return dataclasses.replace(tuned, training_queries=dict(task.training_queries), gradients=recorder.table())
+    return dataclasses.replace(tuned, training_queries=task.training_queries or None, gradients=recorder.table())
 
 
 @contextmanager

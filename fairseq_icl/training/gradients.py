@@ -108,9 +108,9 @@ class GradientControl:
         """The limit of each layer at this update."""
         if isinstance(self.limits, list):
             return self.limits
-        name = "layer_clip_value: the record"
+        name = f"layer_clip_value={self.limits.attrs['source']}"
         if update_num not in self.limits.index:
-            raise UserError(f"{name} has no step {update_num}; record a run over the same demonstrations")
+            raise UserError(f"{name}: has no step {update_num}; record a run over the same demonstrations")
         recorded = self.limits.loc[update_num]
         if recorded["demonstration"] != demonstration:
             raise UserError(
@@ -146,8 +146,9 @@ def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFram
         if clip != "norm":
             raise UserError(f"layer_clip={clip}: a record holds norms; use layer_clip=norm with it")
         table = _checked_record(value.removeprefix(FROM_FILE), decoder) if record is None else record
-        steps = table.groupby("step")["demonstration"].first().to_frame()
-        return steps.assign(norms=list(heatmap_matrix(table)))
+        steps = table.groupby("step")["demonstration"].first().to_frame().assign(norms=list(heatmap_matrix(table)))
+        steps.attrs["source"] = value  # named in errors
+        return steps
     try:
         values = [float(part) for part in value.split(",")]
     except ValueError as error:

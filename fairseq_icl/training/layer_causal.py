@@ -10,7 +10,7 @@ one row's loss with respect to its features x is  U^T (softmax(U x) - onehot(tar
 backward ever needs: the forward pass computes it chunk by chunk and lets the logits go.
 
 Why not `F.linear_cross_entropy`: its chunked path forms a sum over all rows, so the losses of single layers would need
-one call a layer, and a product with the 30 rows of one layer is bound by reading U (50,264 x 768 floats) from memory.
+one call a layer, and a product with the 30 rows of one layer is bound by reading U (51,200 x 768 floats) from memory.
 On two busy CPU cores at that shape its own choice of chunks took 10 s for 12 layers, this file 0.5 s.
 """
 
@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from fairseq_icl.errors import UserError
 
 ROWS_PER_CHUNK = 192
-"""At most so many rows share one pass over U: 39 MB of logits at a vocabulary of 50,264; more hardly save time."""
+"""At most so many rows share one pass over U: 39 MB of logits at a vocabulary of 51,200; more hardly save time."""
 ROW_MULTIPLE = 16
 """Rows are padded to this: CPU kernels take half as long again for numbers of rows that fill no vector register."""
 

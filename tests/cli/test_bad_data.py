@@ -30,7 +30,7 @@ def other(world: World, tmp_path: Path) -> World:
         (lines(GOOD, {"text": "word1"}), ("toy_train.jsonl:2", "label")),
         (lines(GOOD, {"text": "word1", "label": 7}), ("toy_train.jsonl:2", "7")),
         ("", ("toy_train.jsonl", "no rows")),
-        (lines(*[GOOD] * 3), ("6 demonstrations", "3 rows", "--num-demonstrations")),
+        (lines(*[GOOD] * 3), ("6 demonstrations", "3 rows", "num_demonstrations")),
     ],
     ids=["not JSON", "no label", "label out of range", "empty", "too few rows"],
 )
@@ -51,14 +51,14 @@ def test_query_longer_than_the_model(other: World, tmp_path: Path):
 def test_class_missing_among_the_demonstrations_can_be_refused(other: World, tmp_path: Path):
     (other.data / "toy_train.jsonl").write_text(lines(*[GOOD] * 9))
     result = other.train(tmp_path / "out", "--missing-class", "refuse")
-    assert_one_clear_line(result, "no demonstration", "Negative", "--seed")
+    assert_one_clear_line(result, "no demonstration", "Negative", "seed")
     assert not list((tmp_path / "out").glob("*"))
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("[nowhere, Positive]", ("nowhere", "unknown to the dictionary", "--bpe")),
+        ("[nowhere, Positive]", ("nowhere", "unknown to the dictionary", "bpe")),
         ("[word1, word1 word2]", ("word1 word2", "cannot be told apart")),
         ("['', Positive]", ("label_words",)),
         ("[' ', Positive]", ("label",)),

@@ -33,7 +33,7 @@ def test_layers_are_held_to_the_norms_of_vanilla_fine_tuning(world: World, vanil
 
 def test_layer_range_outside_the_model_ends_in_one_line(world: World, tmp_path: Path):
     result = world.train(tmp_path, "--layers", "1-3", criterion="layer_causal_ce")
-    assert_one_clear_line(result, "--layers 1-3", "layers 0-2")
+    assert_one_clear_line(result, "layers=1-3", "layers 0-2")
 
 
 def test_clip_file_of_another_model_ends_in_one_line(world: World, vanilla_record: Path, tmp_path: Path):

@@ -52,7 +52,7 @@ def test_table_summary_and_log_agree(scored: tuple[Result, Path]) -> None:
 def test_table_says_what_made_it(scored: tuple[Result, Path], world: World) -> None:
     table, made = read_results(scored[1] / "scores.parquet")
     assert set(made["checkpoints"]) == {"base", "finetuned"}
-    assert made["config"]["reading"]["position"] == "option0"
+    assert made["config"]["settings"]["position"] == "option0"
     assert made["config"]["task"]["num_demonstrations"] == 6
     assert (table["method"].unique().tolist(), table["dataset"].unique().tolist()) == (["gd"], ["toy"])
 
@@ -100,7 +100,7 @@ def test_base_checkpoint_is_scored_without_fine_tuning(world: World, tmp_path: P
     assert {"accuracy_zsl", "accuracy_icl", "sim_am_before"} <= measured
     assert not {"accuracy_ft", "sim_aou", "rpa"} & measured
     assert table["method"].unique().tolist() == ["none"]
-    assert made["config"]["reading"]["position"] == "query"
+    assert made["config"]["settings"]["position"] == "query"
 
 
 def test_second_checkpoint_and_weight_space_on_request(world: World, finetuned: Path, tmp_path: Path) -> None:

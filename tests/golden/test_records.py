@@ -61,9 +61,7 @@ def test_zero_shot(golden: Golden, golden_case: tuple[str, int], model: Model, p
 
 
 @pytest.mark.parametrize("way", ["whole prompt", "shared prefix", "shared prefix in batches"])
-def test_in_context(
-    way: str, golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts
-) -> None:
+def test_in_context(way: str, golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts) -> None:
     task, permutation = golden_case
     observer = Observer(model, prompts, in_context=True, whole_prompt=way == "whole prompt")
     assert (observer.prefix is None) == (way == "whole prompt")
@@ -77,9 +75,7 @@ def test_in_context(
 
 
 @pytest.mark.parametrize("method", ["vanilla", "layer_causal"])
-def test_fine_tuned(
-    method: str, golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts
-) -> None:
+def test_fine_tuned(method: str, golden: Golden, golden_case: tuple[str, int], model: Model, prompts: Prompts) -> None:
     """The authors' final weights, held by the model for a while, give their records; the base stays what it is."""
     case = "{}_p{}".format(*golden_case)
     trained = {

@@ -152,6 +152,32 @@ def test_linearized_model_adds_the_first_order(kind: str, in_context: bool) -> N
 
 @pytest.mark.parametrize("in_context", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+def test_given_deltas_of_a_linearized_model_show_what_its_own_would(kind: str, in_context: bool) -> None:
+    """As `fine_tuned` gives them: a prefix must not lose its first-order terms."""
+    names = [f"decoder.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "kv"]
+    lm = LinearizedLM(tiny_model().decoder, names).eval()
+    torch.manual_seed(3)
+    deltas = {name: 0.1 * torch.randn_like(lm.get_parameter(name)) for name in names}
+    prompts = make_prompts(make_queries(kind))
+    given = observe(as_model(lm).under(deltas), prompts, in_context=in_context)
+    for name in names:
+        lm.get_parameter(name).data.copy_(deltas[name])
+    assert_same(given, observe(as_model(lm), prompts, in_context=in_context))
+
+
+def test_the_base_of_a_linearized_model_runs_on_a_prefix() -> None:
+    name = "decoder.layers.1.self_attn.v_proj.weight"
+    lm, queries = LinearizedLM(tiny_model().decoder, [name]).eval(), make_queries("single")
+    zero = {name: torch.zeros_like(lm.get_parameter(name))}
+    lm.get_parameter(name).data.fill_(0.1)
+    observer = Observer(as_model(lm).under(zero), make_prompts(queries), in_context=True)
+    assert observer.prefix is not None
+    assert_same(observer(queries), look(tiny_model(), queries, in_context=True))
+    assert Observer(as_model(lm), make_prompts(queries), in_context=True).prefix is None
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_observe_gives_the_queries_in_their_order(kind: str, in_context: bool) -> None:
     model, prompts = as_model(tiny_model(), method="gd", init="untrained"), make_prompts(make_queries(kind, count=11))
     seen = observe(model, prompts, in_context=in_context)

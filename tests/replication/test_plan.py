@@ -7,8 +7,8 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.files import find_files
-from fairseq_icl.replication.configuration import compose_configuration, friendly
 from fairseq_icl.replication.cells import key_of
+from fairseq_icl.replication.configuration import compose_configuration, friendly
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.settings import READING, Settings
 

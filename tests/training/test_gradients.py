@@ -188,7 +188,7 @@ def test_limits_from_a_record_of_the_same_run_change_nothing(tmp_path: Path):
 @pytest.mark.parametrize("rows", [[7, 4], [7, 3, 5]], ids=["other", "more"])
 def test_record_of_other_demonstrations_is_refused(tmp_path: Path, rows: list[int]):
     run(tmp_path / "record.parquet", [7, 3])
-    with pytest.raises(UserError, match=r"layer_clip_value: the record.*same demonstrations"):
+    with pytest.raises(UserError, match=r"record\.parquet.*same demonstrations"):
         run(None, rows, "norm", f"from:{tmp_path / 'record.parquet'}")
 
 
