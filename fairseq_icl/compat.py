@@ -212,7 +212,7 @@ def tell_failed_saves() -> None:
 
 
 def checkpoint_classes_allowed() -> Any:
-    """A context in which torch unpickles CHECKPOINT_CLASSES; torch's own would disallow at its end what was allowed before."""
+    """A context in which torch unpickles CHECKPOINT_CLASSES; torch's own forgets at its end what was allowed before."""
     known = torch.serialization.get_safe_globals()
     return torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known])
 
