@@ -42,8 +42,7 @@ def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Te
     if bool((size == 0).any()):
         raise UserError("the MLP's input without context is zero: no change of W acts on it")
     pushed = (with_context - without) @ weight.T  # (..., out)
-    update: Tensor = torch.einsum("...o,...i->...oi", pushed, without / size)
-    return update
+    return torch.einsum("...o,...i->...oi", pushed, without / size)
 
 
 def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
@@ -51,7 +50,8 @@ def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tenso
 
     Exact if the n inputs without context are linearly independent (n <= in); of rank up to n.
     """
-    return weight @ (with_context - without).T @ torch.linalg.pinv(without.T)
+    inverse: Tensor = torch.linalg.pinv(without.T)  # (n, in)
+    return weight @ (with_context - without).T @ inverse
 
 
 def numerical_rank(update: Tensor, tolerance: float = 1e-8) -> int:
