@@ -11,6 +11,7 @@ descent and agree with GD++. Three predictors are put side by side on the same t
 and compared by their loss, the distance of their predictions, and the cosine of their sensitivities d prediction / d x.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -113,21 +114,31 @@ class TunedDescent:
         return gradient_descent_plus(task, self.rates.to(task.inputs), self.transforms.to(task.inputs))
 
 
-def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, iterations: int = 60) -> TunedDescent:
+def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, iterations: int = 200) -> TunedDescent:
     """Tune GD (`plus` False) or GD++ (`plus` True) on given tasks, by L-BFGS through the explicit formula.
 
     Args:
         task: the tasks whose mean loss is minimised.
         steps: number of descent steps.
-        plus: tune the input transforms too.
+        plus: tune the input transforms too; from several starts, because this loss has more than one minimum.
         tied: the same rate (and transform) for every step.
-        iterations: of L-BFGS.
+        iterations: of L-BFGS, from every start.
     """
     size = 1 if tied else steps
     spread = torch.linspace(0.6, 1.4, size) if size > 1 else torch.ones(1)
     # Not all equal: the loss of GD is symmetric in its rates, and a symmetric start would never leave the symmetry.
-    rates = (line_searched_rate(task) * 0.7 * spread).to(task.inputs.dtype).requires_grad_()
-    transforms = torch.zeros(size, dtype=task.inputs.dtype, requires_grad=plus)
+    rates = (line_searched_rate(task) * 0.7 * spread).to(task.inputs.dtype)
+    scale = 1 / float(task.inputs.square().mean())  # gamma at which a transform would remove an average direction
+    starts = [torch.full_like(rates, share * scale) for share in ((0.0, 0.2, 0.5) if plus else (0.0,))]
+    found = [_minimise(task, steps, rates, transforms, plus, iterations) for transforms in starts]
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _minimise(
+    task: Regression, steps: int, rates: Tensor, transforms: Tensor, plus: bool, iterations: int
+) -> tuple[float, TunedDescent]:
+    """The loss and the tuned values reached from one start; an infinite loss where the search diverged."""
+    rates, transforms = rates.clone().requires_grad_(), transforms.clone().requires_grad_(plus)
     tuned = [rates, transforms] if plus else [rates]
     optimizer = torch.optim.LBFGS(tuned, max_iter=iterations, line_search_fn="strong_wolfe")
 
@@ -139,7 +150,9 @@ def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, i
         return value
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
-    return TunedDescent(rates.detach().expand(steps), transforms.detach().expand(steps))
+    reached = float(loss().detach())
+    descent = TunedDescent(rates.detach().expand(steps), transforms.detach().expand(steps))
+    return (reached if math.isfinite(reached) else math.inf), descent
 
 
 def sensitivities(predictor: Predictor, task: Regression) -> Tensor:
