@@ -37,6 +37,7 @@ from fairseq_icl.theory.linear_attention import (
     relaxed_attention,
     softmax_attention,
     softmax_change,
+    weight_update,
 )
 
 
@@ -47,6 +48,7 @@ class AttentionChange:
     direct: Explained  # demonstrations come or go at equal queries and own tokens: what the statement speaks of
     total: Explained  # in-context pass minus zero-shot pass: includes what lower layers have changed before
     share: Tensor  # mean attention that goes to demonstrations
+    relaxed_error: float  # of (W_ZSL + dW_ICL) q against attention without softmax, largest over layers and queries
 
 
 def attention_change(
@@ -59,13 +61,14 @@ def attention_change(
         per_query = [_change_at_last_token(decoder, start, context, query) for query in queries]
     linear, direct, total = (torch.stack([seen[part] for seen in per_query], dim=2) for part in range(3))
     share = torch.stack([seen[3] for seen in per_query]).mean(0)
-    return AttentionChange(explain(direct, linear), explain(total, linear), share)
+    relaxed_error = max(float(seen[4].max()) for seen in per_query)
+    return AttentionChange(explain(direct, linear), explain(total, linear), share, relaxed_error)
 
 
 def _change_at_last_token(
     decoder: nn.Module, start: Sequence[int], context: Sequence[int], query: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Linear part, direct and total change (L, H, D), share (L, H) of one query."""
+) -> tuple[Tensor, ...]:
+    """Linear part, direct and total change (L, H, D), share (L, H), relaxed error (L,) of one query."""
     in_context, zero_shot = (_attention_inputs(decoder, [*before, *query]) for before in (context, start))
     rows = []
     for layer, (inputs, own_inputs) in enumerate(zip(in_context, zero_shot, strict=True)):
@@ -79,9 +82,10 @@ def _change_at_last_token(
             alone.query[:, -1:], alone.key, alone.value
         )
         linear = relaxed_attention(last, demonstrations.key, demonstrations.value)
-        rows.append((linear[:, 0], seen.change[:, 0], total[:, 0], seen.share[:, 0]))
-    linears, directs, totals, shares = (torch.stack(part) for part in zip(*rows, strict=True))
-    return linears, directs, totals, shares
+        weights = weight_update(own.key, own.value) + weight_update(demonstrations.key, demonstrations.value)
+        error = relative_error(last @ weights.transpose(1, 2), relaxed_attention(last, both.key, both.value))
+        rows.append((linear[:, 0], seen.change[:, 0], total[:, 0], seen.share[:, 0], torch.tensor(error)))
+    return tuple(torch.stack(part) for part in zip(*rows, strict=True))
 
 
 @dataclass(frozen=True)

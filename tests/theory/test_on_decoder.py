@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.theory.decoder_statements import run_on_decoder
 from fairseq_icl.theory.linear_attention import Heads, explain_heads, heads_of, softmax_attention
 from fairseq_icl.theory.on_decoder import attention_change, implicit_updates
 
@@ -92,6 +93,13 @@ def test_heads_give_the_modules_own_output() -> None:
 def test_total_change_includes_what_lower_layers_changed() -> None:
     seen = attention_change(Decoder(), START, CONTEXT, QUERIES)
     assert relative_error(seen.total.scaled_error, seen.direct.scaled_error) > 1e-3
+
+
+def test_records_of_a_decoder_hold() -> None:
+    records = run_on_decoder(Decoder(), START, [CONTEXT[:4], CONTEXT], QUERIES)
+    assert [record.holds for record in records] == [True, True]
+    single = run_on_decoder(Decoder().float(), START, [CONTEXT], QUERIES)
+    assert not all(record.holds for record in single)  # float32 is not exact enough
 
 
 def test_other_models_and_missing_demonstrations_are_refused() -> None:
