@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
@@ -128,6 +129,34 @@ def implicit_updates(
     return ImplicitUpdates(
         torch.tensor(errors), torch.tensor(unmoved), ranks, torch.stack(norms), torch.stack(increments), updates
     )
+
+
+def fine_tuned_updates(decoder: nn.Module, sequences: Sequence[Sequence[int]], lr: float) -> list[Tensor]:
+    """What fine-tuning does to the same matrices: L x (hidden, d), the change of every fc1, trained together and alone.
+
+    Plain SGD, one step per sequence (token ids), on the cross-entropy of all tokens but the first; the decoder itself,
+    called with tokens, must return (logits (B, T, vocabulary), ...). The decoder is afterwards as it was. Compare with
+    `ImplicitUpdates.updates` by `implicit_update.update_cosine`.
+    """
+    weights: list[nn.Parameter] = [layer.fc1.weight for layer in _layers(decoder)]
+    before = [weight.detach().clone() for weight in weights]
+    learned = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    decoder.requires_grad_(False)
+    for weight in weights:
+        weight.requires_grad_(True)
+    try:
+        for sequence in sequences:
+            tokens = torch.tensor([list(sequence)])
+            loss = F.cross_entropy(decoder(tokens)[0][0, :-1], tokens[0, 1:])
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                weight.data.sub_(gradient, alpha=lr)
+        return [weight.detach() - old for weight, old in zip(weights, before, strict=True)]
+    finally:
+        decoder.requires_grad_(False)
+        for parameter in learned:
+            parameter.requires_grad_(True)
+        for weight, old in zip(weights, before, strict=True):
+            weight.data.copy_(old)
 
 
 def _layers(decoder: nn.Module) -> list[Any]:

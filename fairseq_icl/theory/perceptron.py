@@ -28,7 +28,7 @@ def dot_product(keys: Tensor, query: Tensor) -> Tensor:
     return keys @ query
 
 
-def softmax_attention(keys: Tensor, query: Tensor) -> Tensor:
+def softmax_kernel(keys: Tensor, query: Tensor) -> Tensor:
     """Scores normalised over the examples, as in a transformer, which the dual form does not allow for: (n,)"""
     return torch.softmax(keys @ query, dim=0)
 

@@ -11,7 +11,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.theory.comparison import relative_error
 from fairseq_icl.theory.decoder_statements import run_on_decoder
 from fairseq_icl.theory.linear_attention import Heads, explain_heads, heads_of, softmax_attention
-from fairseq_icl.theory.on_decoder import attention_change, implicit_updates
+from fairseq_icl.theory.on_decoder import attention_change, fine_tuned_updates, implicit_updates
 
 WIDTH, LAYERS, HEADS = 12, 3, 2
 START = [0]
@@ -46,6 +46,9 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, self_attn_mask=future)[0]
         return x
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor]:
+        return (self.extract_features(tokens, None).transpose(0, 1) @ self.tokens.weight.T,)
 
 
 @pytest.mark.parametrize("norm_in_front", [True, False])
@@ -93,6 +96,25 @@ def test_heads_give_the_modules_own_output() -> None:
 def test_total_change_includes_what_lower_layers_changed() -> None:
     seen = attention_change(Decoder(), START, CONTEXT, QUERIES)
     assert relative_error(seen.total.scaled_error, seen.direct.scaled_error) > 1e-3
+
+
+def test_fine_tuned_updates_are_those_of_sgd_and_leave_no_trace() -> None:
+    decoder, trained = Decoder(), Decoder()
+    decoder.tokens.weight.requires_grad_(False)
+    weights = [layer.fc1.weight for layer in trained.layers]
+    optimizer = torch.optim.SGD(weights, lr=0.2)
+    for sequence in QUERIES:
+        tokens = torch.tensor([sequence])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(trained(tokens)[0][0, :-1], tokens[0, 1:]).backward()
+        optimizer.step()
+    before = [layer.fc1.weight.detach().clone() for layer in decoder.layers]
+    updates = fine_tuned_updates(decoder, QUERIES, lr=0.2)
+    for update, weight, old, layer in zip(updates, weights, before, decoder.layers, strict=True):
+        assert relative_error(update, weight.detach() - old) < 1e-10
+        assert torch.equal(layer.fc1.weight, old)
+        assert layer.fc2.weight.requires_grad
+    assert not decoder.tokens.weight.requires_grad
 
 
 def test_records_of_a_decoder_hold() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.theory.comparison import relative_error
-from fairseq_icl.theory.perceptron import softmax_attention, train_dual, train_primal
+from fairseq_icl.theory.perceptron import softmax_kernel, train_dual, train_primal
 
 
 def problem(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +27,7 @@ def test_same_mistakes_same_weights_same_outputs(seed: int) -> None:
 
 def test_softmax_attention_is_another_learner() -> None:
     examples, labels, queries = problem(0)
-    dual = train_dual(examples, labels, kernel=softmax_attention)
+    dual = train_dual(examples, labels, kernel=softmax_kernel)
     assert relative_error(dual(queries), train_primal(examples, labels)(queries)) > 0.1
 
 
