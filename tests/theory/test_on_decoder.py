@@ -1,6 +1,7 @@
 """The statements on a decoder of fairseq's kind, with random weights."""
 
 from argparse import Namespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ QUERIES = [[4, 5, 6], [8, 2], [3, 3, 7, 1]]
 
 class Decoder(nn.Module):
     """Token and position embeddings and fairseq's own layers."""
+
+    layers: Any  # a ModuleList, whose items a type checker knows too little of
 
     def __init__(self, norm_in_front: bool = True) -> None:
         super().__init__()
@@ -83,7 +86,8 @@ def test_attention_change_is_what_the_layer_itself_computes() -> None:
 
 
 def test_heads_give_the_modules_own_output() -> None:
-    decoder, seen = Decoder(), {}
+    decoder = Decoder()
+    seen: dict[str, Any] = {}
     attention = decoder.layers[1].self_attn
     attention.register_forward_hook(lambda _, args, kwargs, out: seen.update(kwargs, out=out[0]), with_kwargs=True)
     with torch.no_grad():
