@@ -1,0 +1,163 @@
+"""One linear self-attention layer that is one step of gradient descent on a regression problem in its context.
+
+von Oswald et al. (2023, arXiv 2212.07677, proposition 1 and section 3). A prompt is N tokens e_i = (x_i, y_i) and one
+or more query tokens (x, -W_0 x). Linear self-attention with residual connection, which reads the keys and values of the
+N examples only,
+
+    e_j <- e_j + P sum_i (W_V e_i) (W_K e_i . W_Q e_j)
+
+is one step of rate eta on L(W) = 1/(2N) sum_i |W x_i - y_i|^2 from W_0 when
+
+    W_K = W_Q = [I 0; 0 0],     W_V = [0 0; W_0 -I],     P = (eta / N) I
+
+because the y part of token j becomes y_j - dW x_j with dW = -(eta / N) sum_i (W_0 x_i - y_i) x_i^T: the step appears as
+a change of the targets. The query's y part, negated, is the prediction (W_0 + dW) x. The next layer of the same
+weights meets the remaining targets and makes the next step.
+
+GD++ lets every layer transform the inputs as well: with -(gamma / eta) I in the upper left block of W_V,
+
+    x_j <- x_j - (gamma / N) sum_i x_i (x_i . x_j) = (I - gamma S) x_j,      S = 1/N sum_i x_i x_i^T of current inputs
+
+Seen from the original inputs this is gradient descent with a preconditioner: if M_l is the product of the transforms of
+the layers below l, then W <- W - eta dL/dW M_l^T M_l. `gradient_descent_plus` computes it in this form, without tokens.
+Shapes: B tasks, N examples, Q queries, d inputs, m outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairseq_icl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Regression:
+    """B linear regression tasks; `answers` are what a learner should predict for `queries`."""
+
+    inputs: Tensor  # (B, N, d)
+    targets: Tensor  # (B, N, m)
+    queries: Tensor  # (B, Q, d)
+    answers: Tensor  # (B, Q, m)
+
+
+def random_regression(
+    tasks: int,
+    examples: int,
+    width: int,
+    outputs: int = 1,
+    queries: int = 1,
+    noise: float = 0.0,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Regression:
+    """Tasks as in the paper: x uniform in [-1, 1]^d, a teacher W with standard normal entries, y = W x (+ noise)."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    teacher = normal(tasks, width, outputs)
+    x = 2 * torch.rand(tasks, examples + queries, width, generator=generator, dtype=dtype) - 1
+    y = x @ teacher + noise * normal(tasks, examples + queries, outputs)
+    return Regression(x[:, :examples], y[:, :examples], x[:, examples:], y[:, examples:])
+
+
+@dataclass(frozen=True)
+class LinearSelfAttention:
+    """The four matrices of one layer, (D, D) each with D = d + m."""
+
+    key: Tensor
+    query: Tensor
+    value: Tensor
+    projection: Tensor
+
+    def __call__(self, tokens: Tensor, context: int, softmax: bool = False) -> Tensor:
+        """Tokens (B, N + Q, D) -> the same shape.
+
+        Args:
+            tokens: examples first, queries last.
+            context: N; only these tokens are attended to, so queries do not learn from each other.
+            softmax: normalise the scores, as real models do and the construction does not allow.
+        """
+        seen = tokens[:, :context]
+        scores = (tokens @ self.query.T) @ (seen @ self.key.T).transpose(1, 2)  # (B, N + Q, N)
+        scores = torch.softmax(scores, dim=-1) if softmax else scores
+        return tokens + scores @ (seen @ self.value.T) @ self.projection.T
+
+
+def gradient_step_layer(
+    width: int, outputs: int, examples: int, rate: float, transform: float = 0.0, initial: Tensor | None = None
+) -> LinearSelfAttention:
+    """The construction's layer.
+
+    Args:
+        width: d.
+        outputs: m.
+        examples: N.
+        rate: eta.
+        transform: gamma of GD++; 0 is plain gradient descent.
+        initial: W_0 (m, d); zero if not given.
+    """
+    if rate == 0:
+        raise UserError("rate: a step of size 0 has no layer (gamma is written as a multiple of eta)")
+    if transform and initial is not None:
+        raise UserError("transform: GD++ starts from W_0 = 0; W_0 would meet inputs that the layers have changed")
+    size, dtype = width + outputs, torch.float64 if initial is None else initial.dtype
+    reads_input = torch.zeros(size, size, dtype=dtype)
+    reads_input[:width, :width] = torch.eye(width, dtype=dtype)
+    value = torch.zeros(size, size, dtype=dtype)
+    value[:width, :width] = -transform / rate * torch.eye(width, dtype=dtype)
+    value[width:, width:] = -torch.eye(outputs, dtype=dtype)
+    if initial is not None:
+        value[width:, :width] = initial
+    return LinearSelfAttention(reads_input, reads_input, value, rate / examples * torch.eye(size, dtype=dtype))
+
+
+def prompt_tokens(task: Regression, initial: Tensor | None = None) -> Tensor:
+    """Tokens (x_i, y_i) of the examples, then (x, -W_0 x) of the queries: (B, N + Q, d + m)"""
+    start = torch.zeros_like(task.answers) if initial is None else -task.queries @ initial.T
+    examples = torch.cat([task.inputs, task.targets], dim=-1)
+    return torch.cat([examples, torch.cat([task.queries, start], dim=-1)], dim=1)
+
+
+def predict(layers: list[LinearSelfAttention], task: Regression, initial: Tensor | None = None) -> Tensor:
+    """What a stack of layers predicts for the queries: (B, Q, m)"""
+    tokens, context = prompt_tokens(task, initial), task.inputs.shape[1]
+    for layer in layers:
+        tokens = layer(tokens, context)
+    return -tokens[:, context:, task.inputs.shape[2] :]
+
+
+def gradient_descent(task: Regression, rates: Tensor, initial: Tensor | None = None) -> Tensor:
+    """Predictions (B, Q, m) of W after len(rates) explicit steps on L(W) = 1/(2N) sum_i |W x_i - y_i|^2.
+
+    Args:
+        task: the tasks; each has a W of its own.
+        rates: (steps,) eta of every step; may require gradients.
+        initial: W_0 (m, d); zero if not given.
+    """
+    return gradient_descent_plus(task, rates, torch.zeros_like(rates), initial)
+
+
+def gradient_descent_plus(task: Regression, rates: Tensor, transforms: Tensor, initial: Tensor | None = None) -> Tensor:
+    """GD++ as preconditioned gradient descent: W <- W - eta_l dL/dW M_l^T M_l, M <- (I - gamma_l M S M^T) M.
+
+    S is the covariance 1/N sum_i x_i x_i^T of the original inputs; arguments as above, `transforms` (steps,) the gamma.
+    """
+    batch, examples, width = task.inputs.shape
+    weight = task.inputs.new_zeros(batch, task.targets.shape[2], width)  # (B, m, d)
+    weight = weight if initial is None else weight + initial
+    identity = torch.eye(width, dtype=weight.dtype)
+    covariance = task.inputs.transpose(1, 2) @ task.inputs / examples  # (B, d, d)
+    transform = identity.expand(batch, -1, -1)
+    for rate, gamma in zip(rates, transforms, strict=True):
+        residual = task.inputs @ weight.transpose(1, 2) - task.targets  # (B, N, m) W x_i - y_i
+        gradient = residual.transpose(1, 2) @ task.inputs / examples  # (B, m, d)
+        weight = weight - rate * gradient @ transform.transpose(1, 2) @ transform
+        transform = (identity - gamma * transform @ covariance @ transform.transpose(1, 2)) @ transform
+    return task.queries @ weight.transpose(1, 2)
+
+
+def half_squared_error(prediction: Tensor, answer: Tensor) -> Tensor:
+    """1/2 |prediction - answer|^2, summed over outputs, averaged over tasks and queries: the loss of all comparisons"""
+    return 0.5 * (prediction - answer).square().sum(-1).mean()

@@ -1,0 +1,189 @@
+"""A linear layer trained by gradient descent is its old self plus linear attention to its training examples.
+
+Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798), after Aizerman et al. (1964). A layer y = W x + b that sees the
+inputs x_i and receives the loss gradients g_i = dL/dy_i changes in one step of SGD by -lr sum_i g_i x_i^T. With
+e_i = -lr g_i, after any number of steps,
+
+    W x = W_0 x + sum_i e_i (x_i . x) = W_0 x + LinearAttn(values E, keys X, query x)            (plain SGD)
+
+Training with momentum and weight decay is still linear in the recorded gradients, only with other coefficients:
+
+    W = a W_0 + sum_s c_s G_s,      G_s = sum_{i in step s} g_i x_i^T,      e_i = c_s g_i
+
+`example_weights` finds a and c_s for torch's SGD. With momentum mu and a constant rate, for example,
+c_s = -lr (1 - mu^(T-s+1)) / (1 - mu): an early example weighs more than a late one. An optimizer that divides by
+gradient statistics (Adam) has no such coefficients that hold for all entries of W: the statement ends there.
+"""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fairseq_icl.errors import UserError
+
+
+def linear_attention(values: Tensor, keys: Tensor, query: Tensor) -> Tensor:
+    """sum_i values_i (keys_i . query): values (n, out), keys (n, in), query (..., in) -> (..., out)"""
+    return (query @ keys.T) @ values
+
+
+@dataclass(frozen=True)
+class SgdRule:
+    """How torch's SGD turns the gradient of one step into a change; the names are those of torch.optim.SGD."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, parameter: Tensor) -> "SgdRule":
+        """The rule that `optimizer` applies to `parameter` now (a schedule may change it from step to step)."""
+        for group in optimizer.param_groups:
+            if any(parameter is member for member in group["params"]):
+                if "momentum" not in group or group.get("maximize"):
+                    raise UserError(f"{type(optimizer).__name__}: has no dual form here; use SGD that minimizes")
+                return cls(*(group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")))
+        raise UserError("the optimizer does not train this layer's weight: give it the layer's parameters")
+
+    def plain(self) -> "SgdRule":
+        """The same rate without momentum and weight decay: what one assumes who does not account for them."""
+        return SgdRule(self.lr)
+
+
+def example_weights(rules: list[SgdRule]) -> tuple[float, list[float]]:
+    """(a, [c_1 ... c_T]) with W_T = a W_0 + sum_s c_s G_s after T steps of SGD by these rules.
+
+    Runs torch's update on the coefficients instead of on the matrices: W and the momentum buffer are both linear
+    combinations of W_0 and the gradients, so a vector of T + 1 numbers stands for each.
+    """
+    weight = [1.0] + [0.0] * len(rules)  # coefficients of (W_0, G_1, ..., G_T)
+    buffer: list[float] | None = None
+    for step, rule in enumerate(rules, start=1):
+        change = [rule.weight_decay * coefficient for coefficient in weight]
+        change[step] += 1.0
+        if rule.momentum:
+            if buffer is None:  # torch starts the buffer with the first gradient, without dampening
+                buffer = change
+            else:
+                kept, added = rule.momentum, 1.0 - rule.dampening
+                buffer = [kept * old + added * new for old, new in zip(buffer, change, strict=True)]
+            change = [c + rule.momentum * m for c, m in zip(change, buffer, strict=True)] if rule.nesterov else buffer
+        weight = [w - rule.lr * c for w, c in zip(weight, change, strict=True)]
+    return weight[0], weight[1:]
+
+
+@dataclass
+class TrainingStep:
+    """What one layer saw in one optimizer step, over all of its forward passes; n tokens in total."""
+
+    inputs: Tensor  # (n, in) x_i
+    gradients: Tensor  # (n, out) g_i, scaled like the gradient that the optimizer used
+    rule: SgdRule
+    unexplained: float  # |weight.grad - sum_i g_i x_i^T| / |weight.grad|; not 0: the weight is also used elsewhere
+
+
+@dataclass
+class DualRecorder:
+    """Context manager that records a linear layer while it trains.
+
+        with DualRecorder(layer) as recorder:
+            for batch in batches:
+                loss(batch).backward()
+                recorder.end_step(SgdRule.of(optimizer, layer.weight))
+                optimizer.step(); optimizer.zero_grad()
+        trained_layer = recorder.dual_layer()
+
+    Reads module input and output, so the layer must be called as a module: fairseq's fused attention path reads the
+    weights of q/k/v_proj directly and would record nothing, which `end_step` reports.
+    """
+
+    layer: nn.Linear
+    steps: list[TrainingStep] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.initial_weight = self.layer.weight.detach().clone()  # (out, in)
+        self.initial_bias = None if self.layer.bias is None else self.layer.bias.detach().clone()  # (out,)
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> "DualRecorder":
+        self._hook = self.layer.register_forward_hook(self._record)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._hook.remove()
+
+    def _record(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        inputs = args[0].detach().flatten(0, -2)
+
+        def keep(gradient: Tensor) -> None:  # on the output, so that x and g of the same pass stay together
+            self._pairs.append((inputs, gradient.detach().flatten(0, -2)))
+
+        output.register_hook(keep)  # type: ignore[no-untyped-call]
+
+    def end_step(self, rule: SgdRule, gradient_scale: float = 1.0) -> None:
+        """Close a step; call it after backward and before optimizer.step.
+
+        Args:
+            rule: what the optimizer is about to apply.
+            gradient_scale: factor by which the gradient was changed after backward (clipping, division by tokens).
+        """
+        if not self._pairs:
+            raise UserError("nothing was recorded: the layer is not called as a module, or gets no gradient")
+        inputs = torch.cat([x for x, _ in self._pairs])
+        gradients = torch.cat([g for _, g in self._pairs]) * gradient_scale
+        self._pairs.clear()
+        unexplained = float("nan")
+        if self.layer.weight.grad is not None:
+            gap = self.layer.weight.grad - gradients.T @ inputs
+            unexplained = float(gap.norm() / self.layer.weight.grad.norm().clamp_min(torch.finfo(gap.dtype).tiny))
+        self.steps.append(TrainingStep(inputs, gradients, rule, unexplained))
+
+    def dual_layer(self, rules: list[SgdRule] | None = None) -> "DualLayer":
+        """The trained layer in its dual form.
+
+        Args:
+            rules: one per step, in place of the recorded ones, to see what an unaccounted momentum does.
+        """
+        if not self.steps:
+            raise UserError("no step was recorded: call end_step after every backward pass")
+        kept, coefficients = example_weights([step.rule for step in self.steps] if rules is None else rules)
+        pairs = zip(self.steps, coefficients, strict=True)
+        return DualLayer(
+            initial_weight=kept * self.initial_weight,
+            initial_bias=None if self.initial_bias is None else kept * self.initial_bias,
+            keys=torch.cat([step.inputs for step in self.steps]),
+            values=torch.cat([coefficient * step.gradients for step, coefficient in pairs]),
+        )
+
+
+@dataclass(frozen=True)
+class DualLayer:
+    """a W_0 x + a b_0 + sum_i e_i (x_i . x + 1): initial layer plus attention to n examples.
+
+    The 1 belongs to the bias, which is a weight of a constant input; it is absent in a layer without bias.
+    """
+
+    initial_weight: Tensor  # (out, in) a W_0
+    initial_bias: Tensor | None  # (out,) a b_0
+    keys: Tensor  # (n, in) x_i
+    values: Tensor  # (n, out) e_i
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Output for inputs x: (..., in) -> (..., out)"""
+        output = x @ self.initial_weight.T + linear_attention(self.values, self.keys, x)
+        return output if self.initial_bias is None else output + self.initial_bias + self.values.sum(0)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """How much x attends to every example, x_i . x: (..., in) -> (..., n)"""
+        return x @ self.keys.T
+
+    def weight_update(self) -> Tensor:
+        """sum_i e_i x_i^T: (out, in)"""
+        return self.values.T @ self.keys

@@ -1,0 +1,164 @@
+"""A context, seen from the MLP behind the attention, is a rank-one change of the MLP's first matrix.
+
+Dherin et al. (2025, arXiv 2507.16003). A block feeds a = A(C, x), what attention makes of the last token x in context
+C, into an MLP f(W a + b). With a_0 = A(x) without context and dA = A(C, x) - A(x),
+
+    dW = (W dA) a_0^T / |a_0|^2            f((W + dW) a_0 + b) = f(W A(C, x) + b)
+
+so the block without context and with W + dW computes what the block with context and W computes, exactly, for this
+token. A residual stream around the MLP carries its own change dR, which a change of the last bias takes over (the
+paper's theorem for skip connections; Innocenti and Achour 2025, arXiv 2512.11255, for layer norms and all positions):
+
+    out = R + f_2(W a + b) + b_2:        W <- W + dW,   b_2 <- b_2 + dR
+
+Demonstrations that come one by one give dW_1, dW_2, ...; the paper reads their differences as gradient steps of rate
+1/|a_0|^2 on the losses L_k(W) = trace(D_k^T W), D_k = W (A(C_k, x) - A(C_k+1, x)) a_0^T. What the statement is not: one
+dW that serves several tokens. `joint_update` finds that one where it exists.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.theory.comparison import cosine
+
+
+def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
+    """dW = (W dA) a_0^T / |a_0|^2
+
+    Args:
+        weight: W (out, in) of the MLP's first layer.
+        without: a_0 (..., in), the MLP's input at the token without context.
+        with_context: A(C, x) (..., in), the same with context.
+
+    Returns:
+        (..., out, in), of rank one for every token.
+    """
+    size = without.square().sum(-1, keepdim=True)
+    if bool((size == 0).any()):
+        raise UserError("the MLP's input without context is zero: no change of W acts on it")
+    pushed = (with_context - without) @ weight.T  # (..., out)
+    return torch.einsum("...o,...i->...oi", pushed, without / size)
+
+
+def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
+    """The smallest single dW that serves n tokens at once, W dA A_0^+: (n, in) inputs -> (out, in)
+
+    Exact if the n inputs without context are linearly independent (n <= in); of rank up to n.
+    """
+    inverse: Tensor = torch.linalg.pinv(without.T)  # (n, in)
+    return weight @ (with_context - without).T @ inverse
+
+
+def numerical_rank(update: Tensor, tolerance: float = 1e-8) -> int:
+    """Singular values of (out, in) above `tolerance` times the largest one"""
+    values = torch.linalg.svdvals(update)
+    return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
+
+
+@dataclass(frozen=True)
+class UpdatePath:
+    """The implicit update at one token as demonstrations are added; K contexts, each longer than the one before."""
+
+    updates: Tensor  # (K, out, in) dW_k, against no context
+    norms: Tensor  # (K,) |dW_k|
+    increments: Tensor  # (K,) |dW_k - dW_{k-1}|, dW_0 = 0: does the update settle?
+
+
+def update_path(weight: Tensor, without: Tensor, with_contexts: Tensor) -> UpdatePath:
+    """dW_k for the MLP inputs (K, in) of one token under K growing contexts; `without` is (in,)"""
+    updates = implicit_update(weight, without.expand_as(with_contexts), with_contexts)
+    steps = torch.diff(updates, dim=0, prepend=torch.zeros_like(updates[:1]))
+    return UpdatePath(updates, updates.norm(dim=(1, 2)), steps.norm(dim=(1, 2)))
+
+
+def descend_implicitly(weight: Tensor, without: Tensor, with_contexts: Tensor) -> Tensor:
+    """W after K gradient steps of rate 1/|a_0|^2 on L_k(W) = trace(D_k^T W); equals W + dW_K: (out, in)
+
+    Done with autograd, to be a second way to the same matrix and not the same formula again.
+    """
+    current = weight
+    for before, after in zip([without, *with_contexts[:-1]], with_contexts, strict=True):
+        current = current.detach().requires_grad_()
+        direction = torch.outer(weight @ (before - after), without)  # D_k
+        (gradient,) = torch.autograd.grad((direction * current).sum(), current)
+        current = current.detach() - gradient / without.square().sum()
+    return current
+
+
+def update_cosine(implicit: Tensor, fine_tuning: Tensor) -> float:
+    """cos(dW_implicit, dW_fine-tuning) of the same matrix (out, in), as Frobenius inner product"""
+    return cosine(implicit, fine_tuning)
+
+
+@dataclass(frozen=True)
+class BlockUpdate:
+    """What to add to a block without context so that it equals the block with context at one token."""
+
+    first_weight: Tensor  # (hidden, d) dW, to the first linear layer of the MLP
+    last_bias: Tensor  # (d,) dR, to the bias of its second
+
+
+@dataclass
+class MlpInputs:
+    """What the MLP of a block received, over the forward passes since recording began."""
+
+    inputs: list[Tensor] = field(default_factory=list)  # a, input of the first linear layer
+    residuals: list[Tensor] = field(default_factory=list)  # R, the residual stream around the MLP
+
+
+@contextmanager
+def recorded_mlp(block: nn.Module) -> Iterator[MlpInputs]:
+    """Record the MLP of a fairseq decoder layer (`fc1`, `fc2`, `final_layer_norm`, `normalize_before`).
+
+    With the norm in front (GPT-2's order) the residual stream is what the norm reads; with the norm behind it is the
+    MLP's own input. Tensors come as the layer sees them, (length, batch, d) in fairseq.
+    """
+    seen = MlpInputs()
+    first, norm, norm_in_front = _part(block, "fc1"), _part(block, "final_layer_norm"), block.normalize_before
+
+    def keep(store: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, args: store.append(args[0].detach())
+
+    hooks = [first.register_forward_pre_hook(keep(seen.inputs))]
+    hooks.append((norm if norm_in_front else first).register_forward_pre_hook(keep(seen.residuals)))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def block_update(block: nn.Module, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
+    """The update of a fairseq decoder layer from what its MLP saw at one token, (d,) each: [without, with context]"""
+    weight = _part(block, "fc1").get_parameter("weight").detach()
+    return BlockUpdate(implicit_update(weight, inputs[0], inputs[1]), residuals[1] - residuals[0])
+
+
+@contextmanager
+def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
+    """While open, the layer runs with the update; without its bias part if `bias` is False."""
+    weight = _part(block, "fc1").get_parameter("weight")
+    last_bias = _part(block, "fc2").get_parameter("bias")
+    old_weight, old_bias = weight.detach().clone(), last_bias.detach().clone()
+    with torch.no_grad():
+        weight.add_(update.first_weight)
+        if bias:
+            last_bias.add_(update.last_bias)
+    try:
+        yield
+    finally:
+        with torch.no_grad():  # the old values, not a subtraction, which would leave rounding errors behind
+            weight.copy_(old_weight)
+            last_bias.copy_(old_bias)
+
+
+def _part(block: nn.Module, name: str) -> nn.Module:
+    part = getattr(block, name, None)
+    if not isinstance(part, nn.Module):
+        raise UserError(f"{type(block).__name__} has no {name}: not a decoder layer of fairseq's kind")
+    return part

@@ -1,0 +1,145 @@
+"""Attention to demonstrations as a change of weights: exact without softmax, measurable with it.
+
+Dai et al. (2023, arXiv 2212.10559, section 3). X' are the inputs of the demonstrations' tokens, X those of the query's
+own tokens, q a query vector. Without softmax and scale one head computes
+
+    F(q) = W_V [X'; X] (W_K [X'; X])^T q = W_ZSL q + dW_ICL q
+    W_ZSL = V^T K = sum_own v_t k_t^T,      dW_ICL = V'^T K' = sum_demonstrations v_i k_i^T
+
+so the demonstrations add one matrix (`weight_update`) that does not depend on q. Softmax attention normalises over both
+parts, and what is exact for it is another decomposition, with the share s(q) of attention that demonstrations receive:
+
+    o_ICL - o_ZSL = s(q) (o_demonstrations(q) - o_ZSL(q))
+
+Here the added part depends on q in a nonlinear way and shrinks what was there. `explain` measures how much of this
+change the linear part dW_ICL q still explains. Shapes: H heads, D their width, n query vectors, P demonstration tokens,
+T own tokens; every query vector may see all T own tokens (mask by passing fewer).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class AttentionProjections(Protocol):
+    """What is needed of an attention module; fairseq's MultiheadAttention has it."""
+
+    num_heads: int
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of some tokens, (H, tokens, D) each; queries unscaled."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def heads_of(module: AttentionProjections, inputs: Tensor) -> Heads:
+    """Project attention inputs (tokens, d), taken after the layer's norm if it has one, and split them into heads."""
+    parts = (projection(inputs) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    return Heads(*(part.unflatten(-1, (module.num_heads, -1)).transpose(0, 1) for part in parts))
+
+
+def weight_update(key: Tensor, value: Tensor) -> Tensor:
+    """V^T K = sum_i v_i k_i^T: key (..., P, D), value (..., P, D) -> (..., D, D), acting on a query vector"""
+    return value.transpose(-2, -1) @ key
+
+
+def relaxed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """sum_i v_i (k_i . q), token by token: query (..., n, D), key and value (..., P, D) -> (..., n, D)"""
+    return (query @ key.transpose(-2, -1)) @ value
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """sum_i softmax_i(scale q . k_i) v_i; shapes as above, scale D ** -0.5 if not given"""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return torch.softmax(scale * query @ key.transpose(-2, -1), dim=-1) @ value
+
+
+class SoftmaxChange(NamedTuple):
+    """What demonstrations do to softmax attention of n query vectors."""
+
+    zero_shot: Tensor  # (..., n, D) output over the own tokens alone
+    change: Tensor  # (..., n, D) output over both parts minus `zero_shot`
+    share: Tensor  # (..., n) attention that goes to demonstrations
+    demonstrations: Tensor  # (..., n, D) output over the demonstrations alone
+
+
+def softmax_change(query: Tensor, own: Heads, demonstrations: Heads, scale: float | None = None) -> SoftmaxChange:
+    """The change at equal queries and own tokens: only the demonstrations' keys and values come or go.
+
+    Args:
+        query: (H, n, D) query vectors, unscaled.
+        own: keys and values of the query's own tokens, (H, T, D).
+        demonstrations: keys and values of the demonstrations' tokens, (H, P, D).
+        scale: on q . k; D ** -0.5 if not given.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    key = torch.cat([demonstrations.key, own.key], dim=-2)
+    value = torch.cat([demonstrations.value, own.value], dim=-2)
+    weights = torch.softmax(scale * query @ key.transpose(-2, -1), dim=-1)  # (H, n, P + T)
+    zero_shot = softmax_attention(query, own.key, own.value, scale)
+    only_demonstrations = softmax_attention(query, demonstrations.key, demonstrations.value, scale)
+    share = weights[..., : demonstrations.key.shape[-2]].sum(-1)
+    return SoftmaxChange(zero_shot, weights @ value - zero_shot, share, only_demonstrations)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """How well a linear part l explains a change d over n query vectors; one number per head (or per leading index)."""
+
+    relative_error: Tensor  # |d - l| / |d| as the formula stands: the relaxation also drops the normalisation
+    scale: Tensor  # the one factor that fits best, (d . l) / (l . l)
+    scaled_error: Tensor  # |d - scale l| / |d|; equals sqrt(1 - cos^2) of all entries
+    cosine: Tensor  # mean over the query vectors of cos(d, l): direction alone, each query on its own
+    r2: Tensor  # of d = scale l + constant over the query vectors: does it follow q? nan for n = 1
+
+
+def explain(change: Tensor, linear: Tensor) -> Explained:
+    """Compare a change of attention output with what a linear part predicts.
+
+    Args:
+        change: (..., n, D), for example `softmax_change(...).change`, or the change seen in a real model.
+        linear: (..., n, D), for example `relaxed_attention` to the demonstrations.
+
+    For a whole layer pass (n, d) tensors after the output projection; then all results are single numbers.
+    """
+    tiny = torch.finfo(change.dtype).tiny
+
+    def inner(first: Tensor, second: Tensor) -> Tensor:
+        return (first * second).sum((-2, -1))
+
+    scale = inner(change, linear) / inner(linear, linear).clamp_min(tiny)
+    size = inner(change, change).sqrt().clamp_min(tiny)
+    scaled = scale[..., None, None] * linear
+    centred_change = change - change.mean(-2, keepdim=True)
+    centred_linear = linear - linear.mean(-2, keepdim=True)
+    spread = inner(centred_change, centred_change) * inner(centred_linear, centred_linear)
+    return Explained(
+        relative_error=inner(change - linear, change - linear).sqrt() / size,
+        scale=scale,
+        scaled_error=inner(change - scaled, change - scaled).sqrt() / size,
+        cosine=torch.cosine_similarity(change, linear, dim=-1).mean(-1),
+        r2=torch.where(spread > 0, inner(centred_change, centred_linear).square() / spread, torch.nan),
+    )
+
+
+def explain_heads(query: Tensor, own: Heads, demonstrations: Heads, scale: float | None = None) -> Explained:
+    """`explain` for every head of a layer, (H,) each: softmax's change against dW_ICL q; arguments as above"""
+    linear = relaxed_attention(query, demonstrations.key, demonstrations.value)
+    return explain(softmax_change(query, own, demonstrations, scale).change, linear)
+
+
+def explain_layer(
+    query: Tensor, own: Heads, demonstrations: Heads, output_weight: Tensor, scale: float | None = None
+) -> Explained:
+    """The same for the layer as a whole, after the output projection `output_weight` (d, H D): single numbers"""
+    linear = relaxed_attention(query, demonstrations.key, demonstrations.value)
+    change = softmax_change(query, own, demonstrations, scale).change
+    return explain(*(part.transpose(0, 1).flatten(1) @ output_weight.T for part in (change, linear)))

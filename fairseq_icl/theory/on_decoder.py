@@ -1,0 +1,204 @@
+"""The statements that can be asked of a real model, per layer: where they hold, and where softmax ends them.
+
+Takes any decoder of fairseq's kind: `layers[l].self_attn` with q/k/v_proj and num_heads, `layers[l].fc1`, `fc2`,
+`final_layer_norm`, and `extract_features(tokens (B, T), None)`. A prompt is given by its token ids:
+
+    zero-shot    start + query           what the model sees without demonstrations (start: usually <s>)
+    in context   context + query         the context begins with `start` and ends with the last demonstration
+
+and everything is observed at the last token of the query. The start tokens are there in both settings (and the
+same, nothing precedes them), so they count as the query's own. Use `decoder.double()` to see exact statements to 1e-10.
+L layers, H heads, D their width, d = H D, n queries.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.theory.implicit_update import (
+    applied,
+    block_update,
+    numerical_rank,
+    recorded_mlp,
+    update_path,
+)
+from fairseq_icl.theory.linear_attention import (
+    AttentionProjections,
+    Explained,
+    Heads,
+    explain,
+    heads_of,
+    relaxed_attention,
+    softmax_attention,
+    softmax_change,
+    weight_update,
+)
+
+
+@dataclass(frozen=True)
+class AttentionChange:
+    """How demonstrations change attention at the last token, against what dW_ICL q predicts; (L, H) each."""
+
+    direct: Explained  # demonstrations come or go at equal queries and own tokens: what the statement speaks of
+    total: Explained  # in-context pass minus zero-shot pass: includes what lower layers have changed before
+    share: Tensor  # mean attention that goes to demonstrations
+    relaxed_error: float  # of (W_ZSL + dW_ICL) q against attention without softmax, largest over layers and queries
+
+
+def attention_change(
+    decoder: nn.Module, start: Sequence[int], context: Sequence[int], queries: Sequence[Sequence[int]]
+) -> AttentionChange:
+    """Observe n queries (token ids) behind one context; at least two, or R^2 has nothing to vary over."""
+    if list(context[: len(start)]) != list(start) or len(context) == len(start):
+        raise UserError("the context must begin with the start tokens and go on with demonstrations")
+    with torch.no_grad():
+        per_query = [_change_at_last_token(decoder, start, context, query) for query in queries]
+    linear, direct, total = (torch.stack([seen[part] for seen in per_query], dim=2) for part in range(3))
+    share = torch.stack([seen[3] for seen in per_query]).mean(0)
+    relaxed_error = max(float(seen[4].max()) for seen in per_query)
+    return AttentionChange(explain(direct, linear), explain(total, linear), share, relaxed_error)
+
+
+def _change_at_last_token(
+    decoder: nn.Module, start: Sequence[int], context: Sequence[int], query: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Linear part, direct and total change (L, H, D), share (L, H), relaxed error (L,) of one query."""
+    in_context, zero_shot = (_attention_inputs(decoder, [*before, *query]) for before in (context, start))
+    rows = []
+    for layer, (inputs, own_inputs) in enumerate(zip(in_context, zero_shot, strict=True)):
+        module = cast(AttentionProjections, _layers(decoder)[layer].self_attn)
+        both, alone = heads_of(module, inputs), heads_of(module, own_inputs)
+        demonstrations = Heads(*(part[:, len(start) : len(context)] for part in both))
+        own = Heads(*(torch.cat([part[:, : len(start)], part[:, len(context) :]], dim=1) for part in both))
+        last = both.query[:, -1:]  # (H, 1, D)
+        seen = softmax_change(last, own, demonstrations)
+        total = softmax_attention(last, both.key, both.value) - softmax_attention(
+            alone.query[:, -1:], alone.key, alone.value
+        )
+        linear = relaxed_attention(last, demonstrations.key, demonstrations.value)
+        weights = weight_update(own.key, own.value) + weight_update(demonstrations.key, demonstrations.value)
+        error = relative_error(last @ weights.transpose(1, 2), relaxed_attention(last, both.key, both.value))
+        rows.append((linear[:, 0], seen.change[:, 0], total[:, 0], seen.share[:, 0], torch.tensor(error)))
+    return tuple(torch.stack(part) for part in zip(*rows, strict=True))
+
+
+@dataclass(frozen=True)
+class ImplicitUpdates:
+    """The implicit update of every block at one token, as its context grows through K stages."""
+
+    error: Tensor  # (L,) relative error of the updated block without context against the block with the full context
+    unmoved: Tensor  # (L,) the same without the update: how much the context changes the block's output
+    rank: list[int]  # (L,) of dW for the full context
+    norms: Tensor  # (L, K) |dW_k| / |W|
+    increments: Tensor  # (L, K) |dW_k - dW_{k-1}| / |W|
+    updates: list[Tensor]  # L x (hidden, d), for the full context; compare with a fine-tuning update of fc1
+
+
+def implicit_updates(
+    decoder: nn.Module, start: Sequence[int], contexts: Sequence[Sequence[int]], query: Sequence[int]
+) -> ImplicitUpdates:
+    """Observe one query behind growing contexts (token ids, shortest first; each begins with `start`)."""
+    if not contexts:
+        raise UserError("no context given: the update is the difference that a context makes")
+    sequences = [[*before, *query] for before in (start, *contexts)]
+    layers = _layers(decoder)
+    with torch.no_grad(), ExitStack() as stack:
+        seen = [stack.enter_context(recorded_mlp(layer)) for layer in layers]
+        outputs = [_layer_outputs(decoder, sequence) for sequence in sequences]  # (K + 1) x (L, d)
+    errors, unmoved, ranks, norms, increments, updates = [], [], [], [], [], []
+    for index, (layer, record) in enumerate(zip(layers, seen, strict=True)):
+        inputs, residuals = ([part[-1, 0] for part in parts] for parts in (record.inputs, record.residuals))
+        update = block_update(layer, [inputs[0], inputs[-1]], [residuals[0], residuals[-1]])
+        with torch.no_grad(), applied(layer, update):
+            moved = _layer_outputs(decoder, sequences[0])[index]
+        errors.append(relative_error(moved, outputs[-1][index]))
+        unmoved.append(relative_error(outputs[0][index], outputs[-1][index]))
+        weight = layer.fc1.weight.detach()
+        path = update_path(weight, inputs[0], torch.stack(inputs[1:]))
+        ranks.append(numerical_rank(update.first_weight))
+        norms.append(path.norms / weight.norm())
+        increments.append(path.increments / weight.norm())
+        updates.append(update.first_weight)
+    return ImplicitUpdates(
+        torch.tensor(errors), torch.tensor(unmoved), ranks, torch.stack(norms), torch.stack(increments), updates
+    )
+
+
+def fine_tuned_updates(decoder: nn.Module, sequences: Sequence[Sequence[int]], lr: float) -> list[Tensor]:
+    """What fine-tuning does to the same matrices: L x (hidden, d), the change of every fc1, trained together and alone.
+
+    Plain SGD, one step per sequence (token ids), on the cross-entropy of all tokens but the first; the decoder itself,
+    called with tokens, must return (logits (B, T, vocabulary), ...). The decoder is afterwards as it was. Compare with
+    `ImplicitUpdates.updates` by `implicit_update.update_cosine`.
+    """
+    weights: list[nn.Parameter] = [layer.fc1.weight for layer in _layers(decoder)]
+    before = [weight.detach().clone() for weight in weights]
+    learned = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    decoder.requires_grad_(False)
+    for weight in weights:
+        weight.requires_grad_(True)
+    try:
+        for sequence in sequences:
+            tokens = torch.tensor([list(sequence)])
+            loss = F.cross_entropy(decoder(tokens)[0][0, :-1], tokens[0, 1:])
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                weight.data.sub_(gradient, alpha=lr)
+        return [weight.detach() - old for weight, old in zip(weights, before, strict=True)]
+    finally:
+        decoder.requires_grad_(False)
+        for parameter in learned:
+            parameter.requires_grad_(True)
+        for weight, old in zip(weights, before, strict=True):
+            weight.data.copy_(old)
+
+
+def _layers(decoder: nn.Module) -> list[Any]:
+    """The decoder's layers, as Any: their attributes (self_attn, fc1) are whatever the model's class made them."""
+    layers = getattr(decoder, "layers", None)
+    if layers is None or not all(hasattr(layer, "self_attn") and hasattr(layer, "fc1") for layer in layers):
+        raise UserError(f"{type(decoder).__name__}: not a decoder of fairseq's kind (layers with self_attn and fc1)")
+    return list(layers)
+
+
+def _run(decoder: nn.Module, sequence: Sequence[int]) -> None:
+    cast(Any, decoder).extract_features(torch.tensor([list(sequence)]), None)
+
+
+@contextmanager
+def _hooked(handles: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attention_inputs(decoder: nn.Module, sequence: Sequence[int]) -> list[Tensor]:
+    """What the self-attention of every layer receives, after the norm in front of it: L x (T, d)"""
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args[0] if args else kwargs["query"])[:, 0])  # out of (time, batch, d)
+
+    layers = _layers(decoder)
+    with _hooked([layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]):
+        _run(decoder, sequence)
+    if len(seen) != len(layers):
+        raise UserError(f"saw {len(seen)} attention blocks in a decoder of {len(layers)} layers")
+    return seen
+
+
+def _layer_outputs(decoder: nn.Module, sequence: Sequence[int]) -> list[Tensor]:
+    """The output of every layer at the last token: L x (d,)"""
+    seen: list[Tensor] = []
+    layers = _layers(decoder)
+    with _hooked([layer.register_forward_hook(lambda _, __, out: seen.append(out[0][-1, 0])) for layer in layers]):
+        _run(decoder, sequence)
+    return seen

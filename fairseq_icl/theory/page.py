@@ -1,0 +1,113 @@
+"""The statements as one page: Markdown, or a self-contained HTML file.
+
+    records = run_statements()
+    Path("theory.html").write_text(render_html(records))
+
+`python -m fairseq_icl.theory.page` prints the Markdown. Records may come from elsewhere too (a real model, see
+`on_decoder`); their texts are escaped in both formats.
+"""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+
+from fairseq_icl.theory.statements import EXACT, Record, run_exact
+from fairseq_icl.theory.trained_statements import run_trained
+
+TITLE = "In-context learning and gradient descent: the statements, executed"
+INTRODUCTION = (
+    "Every row is one statement, computed twice: as it is claimed, and with one premise removed. Exact statements must "
+    f"hold to {EXACT:.0e} in float64 and fail visibly without it; measured ones show a gap beside a larger one."
+)
+HEADER = ("statement", "source", "what was computed", "number", "premise removed", "number then", "kind", "holds")
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid #8886; }
+td.number { font-variant-numeric: tabular-nums; white-space: nowrap; text-align: right; }
+.yes { color: #1a7f37; font-weight: 600; }
+.no { color: #c8352b; font-weight: 600; }
+figure { margin: 2rem 0; } figure img { max-width: 100%; background: white; }
+"""
+
+
+def run_statements(seed: int = 0, training: bool = True) -> list[Record]:
+    """All statements on random problems; without `training` those that need no trained model, in a second."""
+    return run_exact(seed) + (run_trained(seed) if training else [])
+
+
+def format_number(value: float) -> str:
+    """Errors near rounding in powers of ten, gaps as decimals."""
+    return f"{value:.1e}" if value < 1e-3 or value >= 1e4 else f"{value:.4f}"
+
+
+def _cells(record: Record) -> tuple[str, ...]:
+    return (
+        record.statement,
+        record.source,
+        record.computed,
+        format_number(record.value),
+        record.premise,
+        format_number(record.broken),
+        "exact" if record.exact else "measured",
+        "yes" if record.holds else "NO",
+    )
+
+
+def render_markdown(records: Sequence[Record]) -> str:
+    """A title, an introduction and one table."""
+    lines = [f"# {TITLE}", "", INTRODUCTION, "", _markdown_row(HEADER), "|" + "---|" * len(HEADER)]
+    return "\n".join([*lines, *(_markdown_row(_cells(record)) for record in records)]) + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    def plain(text: str) -> str:
+        # A vertical bar would end the cell, a line break the row, and < might open a tag.
+        text = " ".join(escape(text, quote=False).split())
+        for mark in ("\\", "|", "*", "_", "`", "["):
+            text = text.replace(mark, "\\" + mark)
+        return text
+
+    return "| " + " | ".join(map(plain, cells)) + " |"
+
+
+def render_html(records: Sequence[Record], drawing: bytes | None = None) -> str:
+    """One HTML page that needs no other file.
+
+    Args:
+        records: the statements.
+        drawing: a PNG to show below the table, for example of layer-causal descent.
+    """
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
+    rows = "\n".join(_html_row(record) for record in records)
+    figure = ""
+    if drawing is not None:
+        data = base64.b64encode(drawing).decode("ascii")
+        figure = (
+            f'<figure><img src="data:image/png;base64,{data}" alt="Vanilla and layer-causal gradient descent">'
+            "<figcaption>Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts "
+            "gradients between layers.</figcaption></figure>"
+        )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(TITLE)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{escape(TITLE)}</h1><p>{escape(INTRODUCTION)}</p>\n"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+        f"{figure}</body></html>\n"
+    )
+
+
+def _html_row(record: Record) -> str:
+    classes = {3: "number", 5: "number", 7: "yes" if record.holds else "no"}
+    cells = (
+        f'<td class="{classes[i]}">{escape(text)}</td>' if i in classes else f"<td>{escape(text)}</td>"
+        for i, text in enumerate(_cells(record))
+    )
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+if __name__ == "__main__":
+    print(render_markdown(run_statements()))

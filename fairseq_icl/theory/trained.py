@@ -1,0 +1,206 @@
+"""What linear self-attention *learns* on regression prompts, beside tuned gradient descent and GD++.
+
+The construction shows that a layer can be a step of gradient descent; von Oswald et al. (2023, arXiv 2212.07677) train
+such layers and find that one layer becomes that step, while deeper models do better than equally many steps of plain
+descent and agree with GD++. Three predictors are put side by side on the same tasks:
+
+    model    L layers, all four matrices free (or one layer repeated L times), trained on random prompts by Adam
+    GD       L explicit steps whose rates minimise the expected loss (one step: an exact line search)
+    GD++     L explicit steps, rates eta_l and input transforms gamma_l tuned in the same way
+
+and compared by their loss, the distance of their predictions, and the cosine of their sensitivities d prediction / d x.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.theory.construction import (
+    LinearSelfAttention,
+    Regression,
+    gradient_descent,
+    gradient_descent_plus,
+    half_squared_error,
+    predict,
+)
+
+Predictor = Callable[[Regression], Tensor]
+"""Regression tasks -> predictions (B, Q, m)"""
+
+SEARCHED = 2_000
+"""Tasks on which `tune_descent` tries its starts."""
+
+INITIAL_SCALE = 0.1
+"""Of the trained model: a layer multiplies four matrices, so larger ones explode with depth, smaller hardly start."""
+
+
+class LinearSelfAttentionModel(nn.Module):
+    """L layers of linear self-attention, (d + m) wide, each with free W_K, W_Q, W_V and P.
+
+    Args:
+        width: d.
+        outputs: m.
+        depth: L.
+        tied: one set of matrices for all layers, like a gradient descent that repeats its step.
+        generator: for the initial values, normal with standard deviation `INITIAL_SCALE`.
+    """
+
+    def __init__(
+        self, width: int, outputs: int, depth: int, tied: bool = False, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        if depth < 1:
+            raise UserError(f"depth {depth}: a model has at least one layer")
+        self.depth = depth
+        sets = 1 if tied else depth
+        start = torch.randn(sets, 4, width + outputs, width + outputs, generator=generator)
+        self.matrices = nn.Parameter(start * INITIAL_SCALE)  # (sets, 4, D, D)
+
+    def layers(self) -> list[LinearSelfAttention]:
+        """The layers bottom first; a tied model gives the same one `depth` times."""
+        sets = [LinearSelfAttention(*matrices.unbind(0)) for matrices in self.matrices.unbind(0)]
+        return sets if len(sets) == self.depth else sets * self.depth
+
+    def forward(self, task: Regression) -> Tensor:
+        """Predictions for the queries: (B, Q, m)"""
+        return predict(self.layers(), task)
+
+
+def train(
+    model: nn.Module,
+    draw_tasks: Callable[[], Regression],
+    steps: int,
+    lr: float = 0.01,
+    clip: float = 1.0,
+) -> list[float]:
+    """Train on fresh tasks of every step (Adam, cosine-decayed rate, clipped gradient); returns the loss of every step.
+
+    The rate decays so that the weights settle: the comparison below is about the optimum, not about noise around it.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    for _ in range(steps):
+        task = draw_tasks()
+        loss = half_squared_error(model(task), task.answers)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def line_searched_rate(task: Regression) -> float:
+    """The eta that minimises the mean loss of one step from W = 0 over the given tasks; exact.
+
+    One step predicts eta p with p the prediction at eta = 1, so the loss is a parabola in eta.
+    """
+    unit = gradient_descent(task, torch.ones(1, dtype=task.inputs.dtype))
+    return float((unit * task.answers).sum() / unit.square().sum())
+
+
+@dataclass(frozen=True)
+class TunedDescent:
+    """Rates and input transforms, (steps,) each, that minimise the expected loss; all transforms 0: plain GD."""
+
+    rates: Tensor
+    transforms: Tensor
+
+    def __call__(self, task: Regression) -> Tensor:
+        """Predictions (B, Q, m)"""
+        return gradient_descent_plus(task, self.rates.to(task.inputs), self.transforms.to(task.inputs))
+
+
+def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, iterations: int = 200) -> TunedDescent:
+    """Tune GD (`plus` False) or GD++ (`plus` True) on given tasks, by L-BFGS through the explicit formula.
+
+    Args:
+        task: the tasks whose mean loss is minimised.
+        steps: number of descent steps.
+        plus: tune the input transforms too.
+        tied: the same rate (and transform) for every step.
+        iterations: of L-BFGS, from every start.
+
+    The loss has several minima: each of a few starts is followed on `SEARCHED` tasks, the best of them, by the loss on
+    all tasks, on all. GD++ is a polynomial in the covariance whose degree grows threefold with every step, so with free
+    values of four or more steps it may still explode on a rare task it was not tuned on; tied values are tamer.
+    """
+    size = 1 if tied else steps
+    few = Regression(*(part[:SEARCHED] for part in (task.inputs, task.targets, task.queries, task.answers)))
+    # Rates that differ: the loss of GD is symmetric in them, and a symmetric start would never leave the symmetry.
+    spreads = [torch.linspace(0.6, 1.4, size), torch.logspace(0, 1.2, size) * 0.5] if size > 1 else [torch.ones(1)]
+    starts = [(line_searched_rate(task) * 0.7 * spread).to(task.inputs.dtype) for spread in spreads]
+    scale = 1 / float(task.inputs.square().mean())  # gamma at which a transform would remove an average direction
+    shares = (0.0, 0.2, 0.4) if plus else (0.0,)
+    pairs = [(rates, torch.full_like(rates, share * scale)) for rates in starts for share in shares]
+    found = [_minimise(few, steps, rates, transforms, plus, iterations) for rates, transforms in pairs]
+    best = min(
+        found, key=lambda pair: _finite(half_squared_error(descend(task, pair[0], pair[1], steps), task.answers))
+    )
+    rates, transforms = _minimise(task, steps, *best, plus, iterations)
+    return TunedDescent(rates.expand(steps), transforms.expand(steps))
+
+
+def descend(task: Regression, rates: Tensor, transforms: Tensor, steps: int) -> Tensor:
+    """Predictions (B, Q, m) of some steps with values for each of them, (steps,), or one for all, (1,)"""
+    return gradient_descent_plus(task, rates.expand(steps), transforms.expand(steps))
+
+
+def _finite(loss: Tensor) -> float:
+    return float(loss) if bool(loss.isfinite()) else math.inf
+
+
+def _minimise(
+    task: Regression, steps: int, rates: Tensor, transforms: Tensor, plus: bool, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Rates and transforms reached from one start."""
+    rates, transforms = rates.clone().requires_grad_(), transforms.clone().requires_grad_(plus)
+    tuned = [rates, transforms] if plus else [rates]
+    optimizer = torch.optim.LBFGS(tuned, max_iter=iterations, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = half_squared_error(descend(task, rates, transforms, steps), task.answers)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    return rates.detach(), transforms.detach()
+
+
+def sensitivities(predictor: Predictor, task: Regression) -> Tensor:
+    """d (sum of outputs) / d x of every query: (B, Q, d)"""
+    queries = task.queries.detach().clone().requires_grad_()
+    prediction = predictor(Regression(task.inputs, task.targets, queries, task.answers))
+    return torch.autograd.grad(prediction.sum(), queries)[0]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two predictors on the same tasks."""
+
+    loss: float  # of the first
+    reference_loss: float  # of the second
+    prediction_distance: float  # mean over queries of |difference of predictions|
+    sensitivity_cosine: float  # mean over queries
+    sensitivity_distance: float  # mean over queries of |difference of sensitivities|
+
+
+def agreement(predictor: Predictor, reference: Predictor, task: Regression) -> Agreement:
+    """Compare two predictors in the measures of von Oswald et al."""
+    with torch.no_grad():
+        first, second = predictor(task), reference(task)
+    slopes, reference_slopes = sensitivities(predictor, task), sensitivities(reference, task)
+    return Agreement(
+        loss=float(half_squared_error(first, task.answers)),
+        reference_loss=float(half_squared_error(second, task.answers)),
+        prediction_distance=float((first - second).norm(dim=-1).mean()),
+        sensitivity_cosine=float(torch.cosine_similarity(slopes, reference_slopes, dim=-1).mean()),
+        sensitivity_distance=float((slopes - reference_slopes).norm(dim=-1).mean()),
+    )

@@ -1,0 +1,74 @@
+"""The page of statements: everything holds, everything breaks without its premise, everything is escaped."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fairseq_icl.theory.drawing import draw_layer_causal
+from fairseq_icl.theory.page import format_number, render_html, render_markdown, run_statements
+from fairseq_icl.theory.statements import EXACT, EXACT_STATEMENTS, Record
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return run_statements(training=False)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_exact_statements_hold_and_break(seed: int) -> None:
+    found = run_statements(seed, training=False)
+    assert len(found) == len(EXACT_STATEMENTS)
+    for record in found:
+        assert record.value < EXACT, record
+        assert record.broken > 1e-3, record
+        assert record.holds
+
+
+def test_trained_statements_are_records_too(records: list[Record]) -> None:
+    one, two = run_statements()[len(records) :]
+    assert one.value < 0.05 < one.broken
+    assert two.value < 0.2 * two.broken
+    assert one.holds
+    assert two.holds
+
+
+def test_markdown_has_one_row_per_statement(records: list[Record]) -> None:
+    lines = render_markdown(records).splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert len(rows) == 1 + len(records)
+    assert {row.replace("\\|", "").count("|") for row in rows} == {9}
+
+
+def test_foreign_text_is_escaped(records: list[Record]) -> None:
+    bad = replace(records[0], statement="<script>alert('a|b')</script>\nnext & *bold*", source='"><img src=x>')
+    page, text = render_html([bad]), render_markdown([bad])
+    assert "<script>" not in page + text
+    assert "<img" not in page + text
+    assert "&lt;script&gt;" in page
+    assert "a\\|b" in text
+    assert "\\*bold\\*" in text
+
+
+def test_html_is_self_contained(records: list[Record], tmp_path: Path) -> None:
+    draw_layer_causal(tmp_path / "drawing.png")
+    page = render_html(records, (tmp_path / "drawing.png").read_bytes())
+    assert "data:image/png;base64," in page
+    assert "://" not in page  # no address: nothing is loaded from elsewhere
+    assert page.count("<tr>") == 1 + len(records)
+
+
+def test_a_failed_statement_is_shown_as_failed(records: list[Record]) -> None:
+    failed = replace(records[0], value=0.5)
+    assert not failed.holds
+    assert 'class="no">NO<' in render_html([failed])
+    assert not replace(records[0], broken=1e-12).holds  # a premise that does not matter is a failure too
+
+
+def test_numbers() -> None:
+    assert [format_number(x) for x in (2.345e-16, 0.04321, 12.5, 54321.0)] == [
+        "2.3e-16",
+        "0.0432",
+        "12.5000",
+        "5.4e+04",
+    ]
