@@ -13,6 +13,7 @@ COMMANDS = {
     "score": ("fairseq_icl.commands.score", "score ZSL, ICL and FT side by side (fairseq-validate with our defaults)"),
     "replicate": ("fairseq_icl.commands.replicate", "rerun a paper's experiments, or your own"),
     "report": ("fairseq_icl.commands.report", "tables and figures of a run beside the published numbers"),
+    "theory": ("fairseq_icl.commands.theory", "the papers' statements, executed: each with its error and its limits"),
     "bench": ("fairseq_icl.commands.bench", "measure speed and memory against the authors' way"),
 }
 

@@ -1,5 +1,6 @@
 """What all figures share: panels, lines that differ without colour (markers, dashes), and one legend below."""
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
@@ -93,6 +94,15 @@ def legend_below(figure: Figure, axes: list[Axes]) -> None:
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(columns, len(entries)))
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows by itself, without pyplot and its global state."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", dpi=110)
+        return picture.getvalue()
+
+
 def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = None) -> Figure:
     """`metric` by layer, one line per dataset, method and init, with the 95 % interval over examples."""
     chosen = table[(table["metric"] == metric) & table["layer"].notna() & table["example"].isna()]
@@ -100,7 +110,7 @@ def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = No
         known = table.loc[table["layer"].notna() & table["example"].isna(), "metric"].drop_duplicates()
         raise UserError(f"{metric}: no values by layer in this table; {nearest(metric, known)}")
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.0, 3.4))
+        figure = ShownFigure(figsize=(6.4, 3.6))
         FigureCanvasAgg(figure)
         ax = figure.subplots()
         groups = chosen.groupby(["dataset", "method", "init", "seed"], sort=False)

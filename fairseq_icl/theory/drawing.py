@@ -10,6 +10,7 @@ resemble ICL must not let information flow down from above. Drawn with `python -
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -26,8 +27,8 @@ COLUMN, UNEMBEDDING, LOSS_AT = 1.6, 4.35, 6.55
 """Horizontal centres: layers, unembedding U, loss."""
 
 
-def draw_layer_causal(path: Path) -> None:
-    """Write the drawing to a file; the suffix says the format (png, svg, pdf)."""
+def draw_layer_causal(path: Path | BinaryIO) -> None:
+    """Write the drawing to a path, whose suffix says the format (png, svg, pdf), or to a file (png)."""
     # A figure of its own, without pyplot: drawing must not change the state of a notebook's figures.
     figure = Figure(figsize=(12.6, 6.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

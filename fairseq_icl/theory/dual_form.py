@@ -125,7 +125,7 @@ class DualRecorder:
         def keep(gradient: Tensor) -> None:  # on the output, so that x and g of the same pass stay together
             self._pairs.append((inputs, gradient.detach().flatten(0, -2)))
 
-        output.register_hook(keep)  # type: ignore[no-untyped-call]
+        output.register_hook(keep)
 
     def end_step(self, rule: SgdRule, gradient_scale: float = 1.0) -> None:
         """Close a step; call it after backward and before optimizer.step.

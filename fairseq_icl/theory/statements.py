@@ -93,7 +93,7 @@ def _train_recorded(normal: Normal, **options: float) -> tuple[nn.Linear, DualRe
     with torch.no_grad():  # from our own generator: the global one is the caller's
         for parameter in (*below.parameters(), *layer.parameters(), *above.parameters()):
             parameter.copy_(normal(*parameter.shape) / 3)
-    optimizer = torch.optim.SGD([*below.parameters(), *layer.parameters(), *above.parameters()], **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([*below.parameters(), *layer.parameters(), *above.parameters()], **options)
     with DualRecorder(layer) as recorder:
         for _ in range(10):
             loss = (above(torch.tanh(layer(torch.tanh(below(normal(8, 6)))))) - normal(8, 6)).square().mean()

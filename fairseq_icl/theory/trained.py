@@ -88,7 +88,7 @@ def train(
         task = draw_tasks()
         loss = half_squared_error(model(task), task.answers)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
@@ -167,10 +167,10 @@ def _minimise(
     def loss() -> Tensor:
         optimizer.zero_grad()
         value = half_squared_error(descend(task, rates, transforms, steps), task.answers)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    optimizer.step(loss)
     return rates.detach(), transforms.detach()
 
 
