@@ -5,6 +5,7 @@ All on small random problems in float64; what has to be trained first is in `tra
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ def perceptron_statement(normal: Normal) -> Record:
     )
 
 
-def _train_recorded(normal: Normal, **options: float) -> tuple[nn.Linear, DualRecorder]:
+def _train_recorded(normal: Normal, **options: Any) -> tuple[nn.Linear, DualRecorder]:
     """A layer in the middle of a network, 10 steps of SGD."""
     below, layer, above = (nn.Linear(6, 6).double() for _ in range(3))
     with torch.no_grad():  # from our own generator: the global one is the caller's
