@@ -2,10 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fairseq_icl.replication.report import FORMATS, text, write_report
-from fairseq_icl.replication.report.run import Run, load_run
-from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
+from fairseq_icl.replication import FORMATS
+
+if TYPE_CHECKING:
+    from fairseq_icl.replication.report.run import Run
 
 
 def main(argv: list[str]) -> int:
@@ -20,8 +22,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def report(folder: Path, to: Path | None = None, formats: tuple[str, ...] = FORMATS, *, quiet: bool = False) -> Run:
+def report(folder: Path, to: Path | None = None, formats: tuple[str, ...] = FORMATS, *, quiet: bool = False) -> "Run":
     """Write the report of `folder`, print its tables and say where it is."""
+    from fairseq_icl.replication.report import text, write_report  # pandas, which --help can do without
+    from fairseq_icl.replication.report.run import load_run
+    from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
+
     run = load_run(folder)
     written = write_report(run, to or Path(folder) / "report", formats)
     if not quiet:

@@ -237,7 +237,8 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path, monkeypatch):
 
 def test_csv_has_a_line_for_every_place(complete, tmp_path):
     path = write_report(complete, tmp_path, ("csv",))["csv"]
-    rows = list(csv.DictReader(path.open()))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
     assert len(rows) == 8 * 7 + 2 * 3 * 7
     assert rows[0]["published"] == "0.11"
     assert rows[0]["cells"].split() == ["sst2gd1v0", "sst2gd2v0", "sst2gd3v0"]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
+from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import html, text
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
@@ -12,7 +13,6 @@ from fairseq_icl.replication.report.tables import Table, comparison_tables, pape
 if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
 
-FORMATS = ("html", "md", "tex", "csv")
 DOTS_PER_INCH = 130
 
 
