@@ -100,8 +100,8 @@ def measure_pipeline(findings: BenchFindings, model: Model, prompts: Prompts, sa
         f"Whole pipeline, seconds of ours: {mine}; of ICL the prefix takes {prefix:.1f}.",
         f"Whole pipeline, seconds of the authors' way: {theirs} "
         f"(timed on {sample} queries and {SAMPLED_STEPS} steps, scaled up).",
-        "Neither way is charged for starting its commands and loading the base model. Ours also records gradients while "
-        "it trains.",
+        "Neither way is charged for starting its commands and loading the base model. Ours records "
+        "gradients while it trains.",
         f"With {FEW_QUERIES} queries, where the same fine-tuning weighs more, the pipeline would be "
         f"{few_theirs / few_mine:.1f} times faster ({few_mine:.0f} s against {few_theirs:.0f} s).",
     ]

@@ -78,7 +78,7 @@ def test_authors_way_can_run_under_fine_tuned_weights(model: Model, prompts: Pro
 def test_pipeline_writes_what_compare_gives(model: Model, prompts: Prompts, tmp_path: Path) -> None:
     run_ours(model, prompts, tmp_path)
     zsl, icl = observe(model, prompts), observe(model, prompts, in_context=True)
-    with fine_tuned(model, prompts, lr=authors.LEARNING_RATE) as tuned:
+    with fine_tuned(model, prompts, lr=authors.LEARNING_RATE, record_queries=False) as tuned:
         table = compare(prompts, zsl, icl, observe(tuned, prompts))
     written, _ = read_results(tmp_path / "results.parquet")
     pd.testing.assert_frame_equal(written, table.astype(written.dtypes.to_dict()), check_exact=True)
