@@ -145,8 +145,9 @@ def test_errors_of_locks_do_not_speak_of_space(tmp_path, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(StoreError, match=r"k\.lock: cannot be locked \(.*\); choose another results folder"), (
-        store.working_on("k")
+    with (
+        pytest.raises(StoreError, match=r"k\.lock: cannot be locked \(.*\); choose another results folder"),
+        store.working_on("k"),
     ):
         pass
     assert "has no locks" in str(why_flock_fails(tmp_path))

@@ -45,6 +45,20 @@ class Run:
         """Planned cells without results."""
         return self.planned[~self.planned["finished"]]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the tables has to know: cells of one folder that were rounded differently."""
+        warnings = []
+        machines = [said.get("machine") for said in self.configurations.values()]
+        for name in ("threads", "device", "precision"):
+            found = {str(machine[name]) for machine in machines if isinstance(machine, dict) and name in machine}
+            if len(found) > 1:
+                warnings.append(
+                    f"The cells of this folder were computed with different {name} ({', '.join(sorted(found))}): they "
+                    "differ by rounding, which fine-tuning amplifies (experiment=stability measures it)."
+                )
+        return warnings
+
     @cached_property
     def summary(self) -> pd.DataFrame:
         """For every IDENTITY and metric: mean, sd, runs over seeds, and the mean bootstrap limits low and high."""
