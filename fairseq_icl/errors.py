@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 EXIT_CODE = 2
@@ -36,9 +37,15 @@ def exit_with(message: str, code: int = EXIT_CODE) -> NoReturn:
     `os._exit` and not `sys.exit`: fairseq's iterators leave threads behind whose destruction at a regular exit
     sometimes aborts the process ("terminate called without an active exception"), which would hide the exit code.
     """
-    one_line = " ".join(message.split())
+    end_quietly(f"error: {' '.join(message.split())}", code)
+
+
+def end_quietly(line: str, code: int) -> NoReturn:
+    """End the process at once with a last line on stderr, if there is one and somebody reads it."""
     for child in multiprocessing.active_children():
         child.kill()  # a data loader's worker would complain of the broken connection, after our line
-    sys.stdout.flush()
-    print(f"error: {one_line}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody reads stdout any more
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, end="\n" if line else "", flush=True)
     os._exit(code)

@@ -1,8 +1,13 @@
 """Files: written completely or not at all, hashed, YAML read as plain data; and where the shipped demo lies."""
 
+import errno
 import hashlib
 import os
+import re
+import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,15 @@ DEMO_MODEL = PACKAGE / "demo" / "model" / "model.pt"
 DEMO_DATA = PACKAGE / "demo" / "data"
 """The shipped datasets: NAME.yaml, NAME/train.jsonl and NAME/valid.jsonl of each."""
 
+HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40]
+"""This machine's name as it stands in names of temporary files."""
+TEMPORARY = re.compile(r"\.(?P<name>.+)-(?P<host>[A-Za-z0-9_]*)\.(?P<pid>[0-9]+)-[a-z0-9_]+")
+ABANDONED_AFTER = 24 * 3600.0
+"""Seconds after which a temporary file of another host is taken for a leftover."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""What file systems say that cannot sync folders."""
+
 
 def write_atomically(path: str | Path, content: str | bytes | memoryview | Callable[[Path], object]) -> None:
     """Write a file completely or not at all: into a new file beside it, synced, then renamed over it.
@@ -27,7 +41,7 @@ def write_atomically(path: str | Path, content: str | bytes | memoryview | Calla
     unfinished: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), dir=path.parent)
         os.close(handle)
         unfinished = Path(name)
         if callable(content):
@@ -37,14 +51,59 @@ def write_atomically(path: str | Path, content: str | bytes | memoryview | Calla
         unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
         sync(unfinished)
         unfinished.replace(path)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-        reason = (isinstance(error, OSError) and error.strerror) or (str(error).splitlines() or [type(error).__name__])[
-            0
-        ]
-        raise UserError(f"{path}: cannot be written ({reason}); free some space or choose another place") from error
+        raise UserError(f"{path}: cannot be written ({reason_of(error)}); {remedy_for(error)} place") from error
     finally:
         if unfinished is not None:
             unfinished.unlink(missing_ok=True)
+
+
+def reason_of(error: Exception) -> str:
+    """What the system says, in one line."""
+    said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return said.splitlines()[0]
+
+
+def remedy_for(error: Exception) -> str:
+    """What to do about a file that cannot be written; "place" or "out=DIR" is to follow."""
+    number = getattr(error, "errno", None)
+    return "free some space or choose another" if number is None or number in FULL else "choose another"
+
+
+def temporary_prefix(name: str) -> str:
+    """Beginning of the name of a temporary file for `name`: it says which process of which host writes it."""
+    return f".{name[:40]}-{HOST}.{os.getpid()}-"
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether nobody writes a temporary file any more: its process (of this host) is gone, or it is a day old."""
+    match = TEMPORARY.fullmatch(path.name)
+    if match and match["host"] == HOST and not is_alive(int(match["pid"])):
+        return True
+    try:
+        return time.time() - path.lstat().st_mtime > ABANDONED_AFTER
+    except OSError:  # another process removed it
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host has that number."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -52,6 +111,9 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 

@@ -151,6 +151,14 @@ class Settings:
         (WEIGHTS,),
         choices=("pretrained", "untrained", "trained-embeddings", "layer-norms"),
     )
+    perturbation: int = setting(
+        0,
+        "move every weight of the model by one unit in the last place before anything else, in directions drawn from "
+        "this number (0: not at all): how much of a result is rounding",
+        (WEIGHTS,),
+        low=0,
+        high=2**32 - 1,
+    )
     lr: float | None = setting(None, "learning rate", (TRAINING,), low=0, flag_of=FLAG_OF_FAIRSEQ)
     clip_norm: float = setting(
         0.0,

@@ -1,10 +1,12 @@
 """The console command `fairseq-icl`: one word, one tool."""
 
 import importlib
+import signal
 import sys
+from types import FrameType
 
 from fairseq_icl import __version__
-from fairseq_icl.errors import exit_with, find_user_error
+from fairseq_icl.errors import end_quietly, exit_with, find_user_error
 
 COMMANDS = {
     "demo": ("fairseq_icl.commands.demo", "run the whole instrument on the small model that ships with it"),
@@ -35,9 +37,41 @@ def usage() -> str:
     )
 
 
+class Terminated(BaseException):
+    """SIGTERM has come: like Ctrl-C it undoes on its way out what is half done."""
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command named first; returns its exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    """Run the command named first; returns its exit code.
+
+    Ctrl-C ends with one line and code 130, SIGTERM with 143; whoever reads our output may stop reading (141).
+    """
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        code = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        end_quietly("interrupted; what is finished is kept", 128 + signal.SIGINT)
+    except Terminated:
+        end_quietly("terminated; what is finished is kept", 128 + signal.SIGTERM)
+    except BrokenPipeError:
+        end_quietly("", 128 + signal.SIGPIPE)
+    except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # a library answered it with an error of its own
+            end_quietly("interrupted; what is finished is kept", 128 + signal.SIGINT)
+        message = find_user_error(error)
+        if message is None:
+            raise
+        exit_with(message)
+
+
+def run(words: list[str]) -> int:
+    """Find the command and run it."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0
@@ -47,14 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         exit_with(f"fairseq-icl {words[0]}: no such command; choose from {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[words[0]][0])
-    try:
-        code: int = module.main(words[1:])
-        return code
-    except Exception as error:
-        message = find_user_error(error)
-        if message is None:
-            raise
-        exit_with(message)
+    code: int = module.main(words[1:])
+    return code
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from fairseq_icl.replication.configuration import (
 )
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.plan import data_folder, expand
+from fairseq_icl.replication.report.run import check_cells
 from fairseq_icl.replication.report.tables import check_tables
 from fairseq_icl.replication.stand_in import find_model
 from fairseq_icl.replication.store import Store
@@ -113,6 +114,7 @@ def run_configuration(config: dict[str, Any]) -> None:
         return
     store = Store(config["out"])
     engine = _engine(config, data, store)
+    check_cells(store, map(engine.key, cells))
     store.add_plan(plan_of(config, cells, engine))
     with tqdm(total=len({engine.key(cell) for cell in cells}), unit="cell", disable=config["quiet"]) as bar:
 

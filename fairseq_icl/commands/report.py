@@ -1,6 +1,7 @@
 """`fairseq-icl report RUN`: tables and figures of a results folder, beside the published figures."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +27,16 @@ def report(folder: Path, to: Path | None = None, formats: tuple[str, ...] = FORM
     """Write the report of `folder`, print its tables and say where it is."""
     from fairseq_icl.replication.report import text, write_report  # pandas, which --help can do without
     from fairseq_icl.replication.report.run import load_run
+    from fairseq_icl.replication.report.stability import stability_tables
     from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
 
     run = load_run(folder)
     written = write_report(run, to or Path(folder) / "report", formats)
     if not quiet:
-        for table in [*paper_tables(run), *comparison_tables(run)]:
+        for table in [*paper_tables(run), *comparison_tables(run), *stability_tables(run)]:
             print(text.plain(table), end="\n\n")
+    for warning in run.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     finished = int(run.planned["finished"].sum())
     missing = f", {len(run.missing)} missing" if len(run.missing) else ""
     print(f"{finished} of {len(run.planned)} cells finished{missing}; report: {next(iter(written.values()))}")

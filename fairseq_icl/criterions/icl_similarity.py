@@ -223,7 +223,11 @@ def summary(overall: pd.DataFrame) -> str:
     counts = dict(overall[overall["low"].isna()][["metric", "value"]].itertuples(index=False))
     rows = sorted(measured.itertuples(), key=lambda row: _place(row.metric))
     lines = [("metric", "value", "95 % interval over examples")]
-    lines += [(row.metric, f"{row.value:.4f}", f"[{row.low:.4f}, {row.high:.4f}]") for row in rows]
+    single = counts.get("examples") == 1
+    for row in rows:
+        still = row.value == 0 and counts.get(f"zero_updates_{row.metric}", 0) > 0
+        shown = f"{row.value:.4f}{' (no update)' if still else ''}"
+        lines.append((row.metric, shown, "none (n=1)" if single else f"[{row.low:.4f}, {row.high:.4f}]"))
     text = [text_table(lines, names=1)]
     for start, meaning in (
         ("undefined_", "values left out because they are not defined here"),

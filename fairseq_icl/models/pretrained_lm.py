@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fairseq_icl.compat import without_initialisation
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.perturbation import perturb
 
 Result = TypeVar("Result")
 
@@ -74,6 +75,7 @@ class PretrainedLM(FairseqLanguageModel):
             final_norm=settings.final_norm,
             seed=settings.seed,
         )
+        perturb(decoder, settings.perturbation)
         return cls(decoder)
 
     @property

@@ -6,6 +6,7 @@ resumed run makes them again.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -124,8 +125,9 @@ class Engine:
         """The observation under `key`: from its files, else made now (by one process at a time) and kept if asked."""
         with self.store.working_on(key, wait=True):
             folder = self.store.observation_folder(key)
-            if folder.is_dir():
+            if os.path.lexists(folder):
                 try:
+                    self.store.check_observation(key)
                     return read_observed(folder)
                 except UserError as error:
                     self.store.say(f"{error}: it is made again")
@@ -205,4 +207,6 @@ def read_observed(folder: Path) -> Observed:
     """What `_write_observed` wrote."""
     _, seen = load_observations(folder / OBSERVATION)
     gradients = read_gradient_record(folder / GRADIENTS)[0] if (folder / GRADIENTS).is_file() else None
+    if "seen" not in seen:
+        raise UserError(f"{folder / OBSERVATION}: not an observation of a run")
     return seen["seen"], gradients

@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_MODEL, write_atomically
 from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files, load_dictionary, save_random_model
+from fairseq_icl.replication.locks import Locks
 from fairseq_icl.settings import nearest
 
 SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
@@ -61,7 +60,8 @@ def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, mak
     if make and not path.is_file():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock")):
+            (folder / "locks").mkdir(exist_ok=True)
+            with Locks(folder / "locks").hold(path.stem, wait=True):
                 if not path.is_file():
                     write_atomically(path, lambda unfinished: save_random_model(unfinished, symbols, shape))
         except (OSError, RuntimeError) as error:

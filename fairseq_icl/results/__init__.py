@@ -62,7 +62,7 @@ def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str
     else:
         arrow = pa.Table.from_pandas(table, preserve_index=False)
         arrow = arrow.replace_schema_metadata({METADATA_KEY: described.encode()})
-        pq.write_table(arrow, content, compression="zstd")
+        pq.write_table(arrow, content, compression="zstd", write_page_checksum=True)
     write_atomically(path, content.getbuffer())
 
 
@@ -77,10 +77,10 @@ def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
             described = first.removeprefix(CSV_COMMENT) if first.startswith(CSV_COMMENT) else None
             table = pd.read_csv(io.StringIO(rest), dtype=COLUMNS, keep_default_na=False, na_values=_MISSING)
         else:
-            arrow = pq.read_table(path)
+            arrow = pq.read_table(path, page_checksum_verification=True)
             described = (arrow.schema.metadata or {}).get(METADATA_KEY)
             table = arrow.to_pandas()
-    except (pa.ArrowException, UnicodeDecodeError, pd.errors.ParserError, ValueError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, pd.errors.ParserError, ValueError) as error:
         raise UserError(f"{path}: not a results file, or damaged [{str(error).splitlines()[0]}]") from error
     if described is None or list(table.columns) != list(COLUMNS):
         raise UserError(f"{path}: not a results file of fairseq_icl")

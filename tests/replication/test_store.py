@@ -10,7 +10,7 @@ import time
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import write_atomically
+from fairseq_icl.files import HOST, write_atomically
 from fairseq_icl.replication.store import Store
 
 
@@ -132,15 +132,57 @@ def test_a_killed_process_loses_only_its_cell(tmp_path):
     assert all(after[name] == finished[name] for name in finished)
 
 
+def dead_process() -> int:
+    """Number of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
 def test_leftovers_of_killed_processes_are_swept_and_living_ones_spared(tmp_path):
     store = Store(tmp_path)
-    (tmp_path / "cells" / ".dead-123").mkdir()
-    (tmp_path / "cells" / ".living-123").mkdir()
-    (tmp_path / "observations" / ".dead.pt-123").write_text("")
-    with store.working_on("living"):
+    dead = f"{HOST}.{dead_process()}-x1"
+    for name in (f"cells/.gone-{dead}", f"cells/.locked-{dead}", f"cells/.mine-{HOST}.{os.getpid()}-x1"):
+        (tmp_path / name).mkdir()
+    swept = [f".store.json-{dead}", f"plans/.p.json-{dead}", f"observations/.o-{dead}", f"locks/.probe-{dead}"]
+    for name in (*swept, "plans/.p.json-elsewhere.1-x1", "observations/.o-elsewhere.1-x1", "plans/.p.json-old"):
+        (tmp_path / name).write_text("")
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(tmp_path / "plans" / ".p.json-old", (two_days_ago, two_days_ago))
+    with store.working_on("locked"):
         Store(tmp_path).sweep_unfinished()
-    assert [entry.name for entry in (tmp_path / "cells").iterdir()] == [".living-123"]
-    assert list((tmp_path / "observations").iterdir()) == []
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob(".*")}
+    assert left == {
+        f"cells/.locked-{dead}",
+        f"cells/.mine-{HOST}.{os.getpid()}-x1",
+        "plans/.p.json-elsewhere.1-x1",
+        "observations/.o-elsewhere.1-x1",
+    }
+
+
+def test_everything_has_reached_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    store, events = Store(tmp_path), []
+    fsync, rename = os.fsync, os.rename
+
+    def spied_sync(handle):
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def spied_rename(source, target):
+        events.append(("rename", str(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", spied_sync)
+    monkeypatch.setattr(os, "rename", spied_rename)
+    store.finish("k", write_number(1))
+    (place,) = [name for kind, name in events if kind == "rename"]
+    before = events[: events.index(("rename", place))]
+    assert {("sync", f"{place}/results.txt"), ("sync", place)} <= set(before)
+    assert events[-1] == ("sync", str(tmp_path / "cells"))
+    events.clear()
+    store.add_plan({"experiment": "a", "cells": []})
+    assert [kind for kind, _ in events] == ["sync", "sync"]
+    assert events[-1] == ("sync", str(tmp_path / "plans"))
 
 
 def test_plans_are_remembered_once(tmp_path):

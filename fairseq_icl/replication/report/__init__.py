@@ -8,6 +8,7 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import html, text
 from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.stability import stability_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
     """Write the report; returns the path of each format's main file."""
     from fairseq_icl.replication.report.figures import all_figures  # matplotlib, which tables alone can do without
 
-    papers, comparisons = paper_tables(run), comparison_tables(run)
+    papers, comparisons = paper_tables(run), [*comparison_tables(run), *stability_tables(run)]
     drawings = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
     written = {}
     try:
@@ -54,6 +55,7 @@ def markdown_page(run: Run, tables: list[Table], drawings: "list[Drawing]") -> s
     """The report in Markdown, figures beside it."""
     finished = int(run.planned["finished"].sum())
     lines = [f"# Report: {', '.join(run.experiments)}", "", f"{finished} of {len(run.planned)} cells finished.", ""]
+    lines += [line for warning in run.warnings for line in (f"**{warning}**", "")]
     lines += [text.markdown(table) for table in tables]
     for drawing in drawings:
         lines += [

@@ -63,6 +63,7 @@ def _state(run: Run) -> str:
     text = [f"Model: {escape(models)}. {finished} of {len(run.planned)} cells finished."]
     if len(run.missing):
         text.append(f"<strong>{len(run.missing)} missing</strong>: the same command again computes just these.")
+    text += [f"<strong>{escape(warning)}</strong>" for warning in run.warnings]
     text.append(
         "Ours is the mean over seeds ± its sample standard deviation; the interval is the 95 % bootstrap interval over "
         "validation examples (mean of the seeds' limits); the difference is ours minus published; ? marks a doubtful "

@@ -1,6 +1,8 @@
 """A results folder as data: what was planned, what is finished, and the numbers of all finished cells."""
 
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import reason_of
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results.gradients import heatmap_matrix, read_gradient_record
 
@@ -40,6 +44,20 @@ class Run:
     def missing(self) -> pd.DataFrame:
         """Planned cells without results."""
         return self.planned[~self.planned["finished"]]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the tables has to know: cells of one folder that were rounded differently."""
+        warnings = []
+        machines = [said.get("machine") for said in self.configurations.values()]
+        for name in ("threads", "device", "precision"):
+            found = {str(machine[name]) for machine in machines if isinstance(machine, dict) and name in machine}
+            if len(found) > 1:
+                warnings.append(
+                    f"The cells of this folder were computed with different {name} ({', '.join(sorted(found))}): they "
+                    "differ by rounding, which fine-tuning amplifies (experiment=stability measures it)."
+                )
+        return warnings
 
     @cached_property
     def summary(self) -> pd.DataFrame:
@@ -70,7 +88,7 @@ class Run:
         others = {key: json.dumps({n: v for n, v in cell.items() if n not in settings}) for key, cell in cells.items()}
         overall = overall.assign(
             others=overall["key"].map(others),
-            **{setting: [cells[key][setting] for key in overall["key"]] for setting in settings},
+            **{setting: [cells[key].get(setting) for key in overall["key"]] for setting in settings},
         )
         plain = overall.loc[overall["variant"] == "", "others"]
         if not plain.empty:
@@ -91,21 +109,61 @@ def load_run(folder: str | Path) -> Run:
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
     configurations, tables, gradients = {}, [], {}
     for key in planned.loc[planned["finished"], "key"].drop_duplicates():
-        cell = store.cell_folder(key)
-        configurations[key] = store.read_json(cell / "cell.json")
-        tables.append(read_means(cell / "results.parquet").assign(key=key))
-        if (cell / "gradients.parquet").is_file():
-            gradients[key] = heatmap_matrix(read_gradient_record(cell / "gradients.parquet")[0])
+        cell = read_cell(store, key)
+        configurations[key] = cell.configuration
+        tables.append(cell.means.assign(key=key))
+        if cell.gradients is not None:
+            gradients[key] = cell.gradients
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
-    shown = dict.fromkeys(name for plan in plans for name in plan["tables"])
+    shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
     return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients)
+
+
+@dataclass(frozen=True)
+class CellResults:
+    """What a finished cell's folder holds."""
+
+    configuration: dict[str, Any]
+    means: pd.DataFrame
+    gradients: np.ndarray | None
+
+
+def read_cell(store: Store, key: str) -> CellResults:
+    """A finished cell; a UserError names the file that is damaged and what to do about it."""
+    folder = store.cell_folder(key)
+    try:
+        configuration = store.read_json(folder / "cell.json")
+        said = configuration.get("cell")
+        if not isinstance(said, dict) or not isinstance(said.get("settings"), dict):
+            raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
+        record = folder / "gradients.parquet"
+        gradients = heatmap_matrix(read_gradient_record(record)[0]) if os.path.lexists(record) else None
+        return CellResults(configuration, read_means(folder / "results.parquet"), gradients)
+    except UserError as error:
+        said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
+        raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error
+
+
+def check_cells(store: Store, keys: Iterable[str]) -> None:
+    """Refuse a folder in which one of these cells is there but cannot be read, before others are computed."""
+    for key in dict.fromkeys(keys):
+        place = store.cell_folder(key)
+        if store.is_finished(key):
+            read_cell(store, key)
+        elif os.path.lexists(place):
+            raise UserError(f"{place}: not a folder; remove it and give the replicate command again")
 
 
 def read_means(path: Path) -> pd.DataFrame:
     """The means over examples in a results file; the many values of single examples stay on disk."""
     columns = ["metric", "layer", "value", "low", "high"]
-    table = pq.read_table(path, columns=columns, filters=pc.field("example").is_null())
-    return table.to_pandas().astype({"layer": "Int64", "low": "float64", "high": "float64"})
+    try:
+        table = pq.read_table(
+            path, columns=columns, filters=pc.field("example").is_null(), page_checksum_verification=True
+        )
+        return table.to_pandas().astype({"layer": "Int64", "low": "float64", "high": "float64"})
+    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: damaged, or not a file of results ({reason_of(error)})") from error

@@ -1,7 +1,7 @@
 """The papers' tables with our numbers beside the published ones, and tables that compare variants with each other."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -30,6 +30,11 @@ METRICS: tuple[str, ...] = (
 METRICS += ("sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after", "sim_am_delta")
 METRICS += ("alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
 """Metrics that comparison tables show, in this order; metrics of other packages follow."""
+NO_UPDATE, ONE_EXAMPLE = "no update", "n=1"
+MARKS = {
+    NO_UPDATE: "no update: fine-tuning changed nothing here, so that every cosine is 0 by definition.",
+    ONE_EXAMPLE: "n=1: a single validation example, which has no interval.",
+}
 PERCENT = ("accuracy_", "rec2ftp", "rpa")
 
 
@@ -48,6 +53,8 @@ class Entry:
     published_sd: float | None = None
     doubtful: str = ""
     keys: tuple[str, ...] = ()
+    mark: str = ""
+    """What has to be known to read the number: NO_UPDATE or ONE_EXAMPLE."""
 
     @property
     def is_undefined(self) -> bool:
@@ -99,7 +106,7 @@ def paper_tables(run: Run) -> list[Table]:
     tables = []
     models = list(run.planned["model"].drop_duplicates())
     for model in models:
-        for name in run.tables:
+        for name in (name for name in run.tables if name in published_figures()["tables"]):
             rows = published_figures()["tables"][name]["rows"]
             sizes = list(dict.fromkeys(size for row in rows for size in row.get("published", {})))
             if model in sizes or not sizes or not _shared(run, name, model):
@@ -139,6 +146,7 @@ def paper_table(run: Run, name: str, model: str, size: str) -> Table:
     ]
     if any(entry.is_undefined for _, entries in rows for entry in entries):
         notes.append("0/0: a share of no examples, so it has no value here (and the row no average).")
+    notes += _notes_of_marks(rows)
     source = f"{paper['authors']}, {paper['title']} ({paper['where']})"
     return Table(name, said["title"], (*columns, AVERAGE), tuple(rows), said["decimals"], source, notes=tuple(notes))
 
@@ -175,7 +183,22 @@ def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference
         return Entry(runs=int(undefined["runs"].sum()), planned=planned, **reference)
     row = found.iloc[0]
     numbers: dict[str, Any] = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
-    return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), **reference)
+    others = {key: value for key, value in selection.items() if key != "metric"}
+    counts = _select(run.summary, others).set_index("metric")["mean"]
+    mark = _mark(selection["metric"], numbers["mean"], counts)
+    return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), mark=mark, **reference)
+
+
+def _mark(metric: str, mean: float | None, counts: pd.Series) -> str:
+    """What to say of a number, given the counts of its cells by name."""
+    if mean == 0 and counts.get(f"zero_updates_{metric}", 0.0) > 0:
+        return NO_UPDATE
+    return ONE_EXAMPLE if counts.get("examples", 2.0) == 1 else ""
+
+
+def _notes_of_marks(rows: Iterable[tuple[str, Sequence[Entry]]]) -> list[str]:
+    found = {entry.mark for _, entries in rows for entry in entries}
+    return [text for mark, text in MARKS.items() if mark in found]
 
 
 def _select(frame: pd.DataFrame, selection: dict[str, Any]) -> pd.DataFrame:
@@ -222,8 +245,8 @@ def _comparison(run: Run, model: str, init: str, method: str, variants: list[str
         rows.append((variant or "(plain)", tuple(entries)))
     title = f"{method} on {model}, {init}: what each variant does to every metric (mean over datasets and seeds)"
     name = f"variants_{model}_{init}_{method}"
-    notes = ("Shares (accuracies, Rec2FTP, RPA) in percent. Differences are to the plain run.",)
-    return Table(name, title, tuple(metrics), tuple(rows), 3, reference=PLAIN, notes=notes)
+    notes = ["Shares (accuracies, Rec2FTP, RPA) in percent. Differences are to the plain run.", *_notes_of_marks(rows)]
+    return Table(name, title, tuple(metrics), tuple(rows), 3, reference=PLAIN, notes=tuple(notes))
 
 
 def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
@@ -234,4 +257,5 @@ def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
         return Entry(published=reference)
     row = average.loc[(variant, metric)]
     mean, sd = _number(row["mean"], scale), _number(row["sd"], scale)
-    return Entry(mean, sd, runs=int(row["runs"]), published=reference, keys=tuple(row["keys"]))
+    mark = _mark(metric, mean, average["mean"].loc[variant])
+    return Entry(mean, sd, runs=int(row["runs"]), published=reference, keys=tuple(row["keys"]), mark=mark)

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 
-from fairseq_icl.replication.report.tables import PLAIN, Entry, Table
+from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
 
 Show = Callable[[Entry, int], str]
@@ -23,7 +23,8 @@ def ours(entry: Entry, decimals: int) -> str:
     if entry.mean is None:
         return MISSING if entry.planned else NOT_PLANNED
     text = f"{entry.mean:.{decimals}f}"
-    return f"{text} ± {entry.sd:.{decimals}f}" if entry.sd is not None else text
+    text += f" ± {entry.sd:.{decimals}f}" if entry.sd is not None else ""
+    return f"{text} ({entry.mark})" if entry.mark else text
 
 
 def beside(entry: Entry, decimals: int) -> str:
@@ -44,6 +45,8 @@ def interval(entry: Entry, decimals: int) -> str:
     """The 95 % bootstrap interval over examples."""
     if entry.low is None or entry.high is None:
         return NOT_PLANNED
+    if entry.mark == ONE_EXAMPLE:  # the interval of a single example is that example
+        return ONE_EXAMPLE
     return f"[{entry.low:.{decimals}f}, {entry.high:.{decimals}f}]"
 
 

@@ -1,0 +1,58 @@
+"""Ctrl-C, SIGTERM and readers that stop reading: one line or none, the right exit code, and a folder to go on with."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import BIN, run, succeeded
+from tests.replication.toy_run import settings
+from tests.world import World
+
+CELLS = ("experiment=deutch2024", "init=pretrained", "method=gd,lcgd", "limit=6")
+
+
+def started(out: Path, world: World, ready: str) -> "subprocess.Popen[str]":
+    """A run in a process of its own, once something matching `ready` is in its folder."""
+    words = [str(BIN / "fairseq-icl"), "replicate", *settings(world, out, *CELLS)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, text=True, env=environment, **pipes)
+    deadline = time.time() + 120
+    while not list(out.glob(ready)) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.005)
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("ready", ["plans/*.json", "observations/*"])
+def test_interrupted_it_says_so_in_one_line_and_goes_on_later(world, tmp_path, number, code, ready):
+    out = tmp_path / "run"
+    process = started(out, world, ready)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == code, stderr
+    assert stdout == ""
+    assert len(stderr.strip().splitlines()) == 1, stderr
+    assert "what is finished is kept" in stderr
+    assert "2 of 2 cells finished" in succeeded(run("fairseq-icl", "replicate", *settings(world, out, *CELLS))).stdout
+    leftovers = [path for name in ("cells", "observations", "plans") for path in (out / name).glob(".*")]
+    assert leftovers == []
+
+
+def test_a_reader_that_stops_reading_is_no_error(world, tmp_path):
+    out = tmp_path / "run"
+    succeeded(run("fairseq-icl", "replicate", *settings(world, out, *CELLS)))
+    for words in (["--help"], ["datasets"], ["report", str(out)], ["replicate", "--help"]):
+        reading, writing = os.pipe()
+        os.close(reading)  # nobody reads: what `| head -1` comes to
+        command = [str(BIN / "fairseq-icl"), *words]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        os.close(writing)
+        assert done.returncode in (0, 141), (words, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert "BrokenPipe" not in done.stderr
+    assert (out / "report" / "report.html").is_file()
