@@ -268,7 +268,8 @@ class RotaryDecoder(FairseqDecoder):
         for layer in self.layers:
             x = layer(x)[0]
             inner_states.append(x)
-        return self.layer_norm(x).transpose(0, 1), {"attn": [None], "inner_states": inner_states}
+        x = x if self.layer_norm is None else self.layer_norm(x)
+        return x.transpose(0, 1), {"attn": [None], "inner_states": inner_states}
 
     def forward(
         self, prev_output_tokens: Tensor, encoder_out: None = None, features_only: bool = False, **kwargs: Any

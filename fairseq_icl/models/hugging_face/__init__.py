@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models.hugging_face.families import Architecture, read_architecture
 from fairseq_icl.models.hugging_face.tokenizer import Vocabulary, read_vocabulary, tokenizer_files
 from fairseq_icl.models.rotary_lm import RotaryConfig
+from fairseq_icl.prompts import Writing
 
 CONFIG = "config.json"
+FAIRSEQ_CHECKPOINT = "model.pt"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of unsharded weights, the preferred one first; NAME.index.json lists the shards of sharded ones."""
+UNKNOWN_WORDS = ("<unk>", "[UNK]")
 TRAINED_WITH_EOS = ("dense", "xglm")
 """Families whose training texts had no line breaks, but one EOS where a line ended."""
 
@@ -110,6 +113,35 @@ class HFModel:
         """Token ids of the text, without special tokens."""
         return self.vocabulary.encode_line(text)
 
+    @cached_property
+    def writing(self) -> Writing:
+        """How the model wants its text written. Line breaks stay what they are unless it never saw any."""
+        encode = lru_cache(maxsize=4096)(lambda text: tuple(self.encode_line(text)))
+        eos = (self.eos,)
+        return Writing(
+            encode=lambda text: list(encode(text)),
+            max_positions=self.positions,
+            bos=self.bos,
+            separator=self.separator,
+            line_break=eos if self.family in TRAINED_WITH_EOS else None,
+            unknown=self.dictionary.unk() if self.dictionary.unk_word in UNKNOWN_WORDS else None,
+            eos=self.eos,
+            newline=self.vocabulary.newline,
+            window=self.window,
+        )
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Layers, width, heads, feed-forward width and vocabulary."""
+        if self.rotary is not None:
+            sizes = (self.rotary.layers, self.rotary.embed_dim, self.rotary.attention_heads, self.rotary.ffn_embed_dim)
+        else:
+            names = ("layers", "embed_dim", "attention_heads", "ffn_embed_dim")
+            sizes = tuple((self.options or {})[f"decoder_{name}"] for name in names)
+        return dict(zip(("layers", "width", "heads", "ffn"), sizes, strict=True)) | {
+            "vocabulary": self.architecture.vocab_size
+        }
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids."""
         return self.vocabulary.decode(ids)
@@ -145,8 +177,8 @@ class HFModel:
 
 
 def is_hugging_face(path: str | Path) -> bool:
-    """Whether `path` is a folder with a config.json, which is what a Hugging Face model is."""
-    return (Path(path) / CONFIG).is_file()
+    """Whether `path` is a folder with a config.json (and no fairseq checkpoint), as a Hugging Face model is."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / FAIRSEQ_CHECKPOINT).is_file()
 
 
 def read_folder(path: str | Path) -> HFModel:

@@ -36,6 +36,8 @@ class Vocabulary:
     dictionary: Dictionary
     separator: tuple[int, ...]
     """Rows of what stands between two demonstrations: EOS, or the tokens of a line break."""
+    newline: tuple[int, ...]
+    """Rows of a line break; empty if the tokenizer has none."""
     encode_text: Callable[[str], list[int]]
     decode_text: Callable[[list[int]], str]
     order: Sequence[int]
@@ -76,7 +78,8 @@ def read_vocabulary(
         symbols[:4] = FAIRSEQ_SPECIALS.values()
         symbols = _unique(symbols)
     encode = _without_doubled_space(encode_text, tokens)
-    separator = [eos] if separator_is_eos else _line_break(encode, tokens)
+    line_break = _line_break(encode, tokens)
+    separator = [eos] if separator_is_eos else line_break
     if not separator:
         raise UserError(f"{folder}: the tokenizer has no token for a line break; use another tokenizer file")
     dictionary = Dictionary(add_special_symbols=False)
@@ -92,7 +95,9 @@ def read_vocabulary(
     dictionary.bos_word, dictionary.eos_word = symbols[dictionary.bos_index], symbols[dictionary.eos_index]
     dictionary.pad_word, dictionary.unk_word = symbols[dictionary.pad_index], symbols[dictionary.unk_index]
     rows = tuple(row_of[token] for token in separator)
-    return Vocabulary(dictionary, rows, encode, decode_text, order, row_of, frozenset(tokens))
+    newline = tuple(row_of[token] for token in line_break)
+    newline = () if dictionary.unk_index in newline else newline
+    return Vocabulary(dictionary, rows, newline, encode, decode_text, order, row_of, frozenset(tokens))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
