@@ -176,9 +176,8 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
     if decoder is not None:
         total = sum(parameter.numel() for parameter in decoder.parameters())
         biased = any(name.endswith("k_proj.bias") for name, _ in decoder.named_parameters())
-        findings.good(
-            "weights", f"complete and finite: {total:,} parameters, {'' if biased else 'no '}key/value biases"
-        )
+        biases = "with" if biased else "without"
+        findings.good("weights", f"complete and finite: {total:,} parameters, {biases} key and value biases")
         following = next_tokens(decoder.eval(), model.dictionary, model.encode_line(text))
         findings.good("continuation", repr(model.decode(following)))
 

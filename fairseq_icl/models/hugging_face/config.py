@@ -13,9 +13,9 @@ from fairseq_icl.models.rotary_lm import RotaryConfig, Rotation
 
 HARMLESS_FOR = {
     "who wrote the file, with what, and in which precision": """
-        _attn_implementation _commit_hash _name_or_path _num_labels architectures attn_implementation dtype model_type
-        name_or_path tokenizer_class torch_dtype torchscript transformers.js_config transformers_version use_bfloat16
-        use_cache""",
+        _attn_implementation _commit_hash _model_name_or_path _name_or_path _num_labels architectures
+        attn_implementation dtype model_type name_or_path tokenizer_class torch_dtype torchscript
+        transformers.js_config transformers_version use_bfloat16 use_cache""",
     "initialisation and training; dropout is off in everything this package runs": """
         activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout
         embd_pdrop gradient_checkpointing hidden_dropout hidden_dropout_prob init_std initializer_range layerdrop
@@ -29,7 +29,7 @@ HARMLESS_FOR = {
         forced_eos_token_id length_penalty max_length min_length newlinemode no_repeat_ngram_size num_beam_groups
         num_beams num_return_sequences output_attentions output_hidden_states output_past output_scores prefix
         remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-        temperature top_k top_p typical_p welcome""",
+        temperature top_k top_p typical_p unk_token_id welcome""",
 }
 HARMLESS = frozenset(key for keys in HARMLESS_FOR.values() for key in keys.split())
 PLAIN: dict[str, Any] = {

@@ -66,7 +66,7 @@ def read_vocabulary(
 
     `bos`, `eos` and `pad` are the tokenizer's ids in config.json; `family` decides where special rows are.
     """
-    encode_text, decode_text, tokens = _load(folder, family)
+    encode_text, decode_text, tokens, special = _load(folder, family)
     _check_match(folder, tokens, num_rows)
     order = [*range(num_rows - 4, num_rows), *range(num_rows - 4)] if family == "dense" else list(range(num_rows))
     row_of = [0] * num_rows
@@ -90,7 +90,7 @@ def read_vocabulary(
         dictionary.pad_index, dictionary.unk_index = 1, 3
     else:
         used = {bos, eos, *separator}
-        dictionary.pad_index, dictionary.unk_index = _spare_rows(folder, tokens, num_rows, encode, used, pad)
+        dictionary.pad_index, dictionary.unk_index = _spare_rows(folder, tokens, num_rows, encode, used, pad, special)
     dictionary.nspecial = 0  # special symbols are not the first ones here
     dictionary.bos_word, dictionary.eos_word = symbols[dictionary.bos_index], symbols[dictionary.eos_index]
     dictionary.pad_word, dictionary.unk_word = symbols[dictionary.pad_index], symbols[dictionary.unk_index]
@@ -111,8 +111,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
     )
 
 
-Loaded = tuple[Callable[[str], list[int]], Callable[[list[int]], str], dict[int, str]]
-"""Text -> ids, ids -> text, and all tokens by id."""
+Loaded = tuple[Callable[[str], list[int]], Callable[[list[int]], str], dict[int, str], list[int]]
+"""Text -> ids, ids -> text, all tokens by id, and the ids of special ones, which no text becomes."""
 
 
 def _load(folder: Path, family: str) -> Loaded:
@@ -142,7 +142,9 @@ def _load(folder: Path, family: str) -> Loaded:
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    return encode, decode, {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    tokens = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return encode, decode, tokens, special
 
 
 def _gpt2_tokenizer(vocabulary: Path, merges: Path, family: str) -> Tokenizer:
@@ -180,7 +182,7 @@ def _load_sentencepiece(path: Path, family: str) -> Loaded:
             for number in ids
         )
 
-    return encode, decode, tokens
+    return encode, decode, tokens, list(FAIRSEQ_SPECIALS)
 
 
 def _without_doubled_space(encode: Callable[[str], list[int]], tokens: dict[int, str]) -> Callable[[str], list[int]]:
@@ -205,10 +207,12 @@ def _spare_rows(
     encode: Callable[[str], list[int]],
     used: set[int],
     pad: int | None,
+    special: list[int],
 ) -> tuple[int, int]:
     """Two rows for padding and unknown words that no prompt contains.
 
-    In this order: the model's own padding and unknown token, bytes that UTF-8 never uses, rows without a token.
+    In this order: the model's own padding and unknown token, bytes that UTF-8 never uses, rows without a token, special
+    tokens (the last one first: the first ones begin and end texts).
     """
     ids = {token: number for number, token in tokens.items()}
     # Byte-level BPE writes these bytes as the character of the same number, sentencepiece as <0xFF>.
@@ -216,8 +220,9 @@ def _spare_rows(
     # A name that is no byte but an ordinary word of this tokenizer comes back from encoding it.
     bytes_in_no_text = [ids[name] for name in names if name in ids and ids[name] not in encode(name)]
     without_token = [row for row in range(num_rows) if row not in tokens]
+    unreachable = [number for number in sorted(special, reverse=True) if number not in encode(tokens[number])]
     own_pad = [pad] if pad is not None and pad < num_rows else []
-    spare = [number for number in own_pad + bytes_in_no_text + without_token if number not in used]
+    spare = [number for number in [*own_pad, *bytes_in_no_text, *without_token, *unreachable] if number not in used]
     if len(spare) < 2:
         raise UserError(
             f"{folder}: no token is free to stand for padding (pad_token_id in config.json is missing or used in "
