@@ -143,6 +143,13 @@ class Settings:
         (CONTEXT,),
         choices=("warn", "refuse"),
     )
+    separator: str = setting(
+        "model",
+        "what closes a demonstration in the prompt: what the model was trained with (EOS for fairseq's models, a line "
+        "break for most others), EOS, or a line break",
+        (CONTEXT,),
+        choices=("model", "eos", "newline"),
+    )
     init: str = setting(
         "pretrained",
         "weights: pretrained; untrained (nothing kept from the checkpoint); trained-embeddings (embeddings and the "

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from fairseq.data import Dictionary
-from fairseq.models.transformer import TransformerDecoder
+from fairseq.models import FairseqDecoder
 
 from fairseq_icl.errors import EXIT_CODE, UserError
 from fairseq_icl.models.checkpoints import base_reference, language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
+from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
 
 TEXT = "The movie was a great surprise."
+EXAMPLE_LABEL = " Positive"
 CONTINUATION_TOKENS = 8
 
 
@@ -40,7 +42,9 @@ class Findings:
 def main(argv: list[str]) -> int:
     """Entry of the command; exit code 0 if the folder can be used as it is."""
     parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder with model.pt, dict.txt and the tokenizer's files (or model)")
+    parser.add_argument(
+        "folder", type=Path, help="folder with model.pt, dict.txt and the tokenizer's files; or a Hugging Face folder"
+    )
     parser.add_argument("--text", default=TEXT, help="text for the tokenizer's round trip and the continuation")
     parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
     arguments = parser.parse_args(argv)
@@ -59,6 +63,9 @@ def main(argv: list[str]) -> int:
 def examine(place: Path, text: str = TEXT, *, continuation: bool = True) -> Findings:
     """Look at everything in turn; a part that cannot be judged without an earlier one is left out."""
     findings = Findings()
+    if is_hugging_face(place):
+        _examine_folder(findings, place, text, continuation=continuation)
+        return findings
     checkpoint = place if place.is_file() else place / "model.pt"
     state = _try(findings, "checkpoint", lambda: read_checkpoint(checkpoint))
     if state is None:
@@ -72,11 +79,13 @@ def examine(place: Path, text: str = TEXT, *, continuation: bool = True) -> Find
         return findings
     fits = _compare_vocabulary(findings, state, dictionary)
     bpe = _find_tokenizer(findings, checkpoint.parent, dictionary, text)
-    if fits and continuation and not findings.problems:
+    if fits and continuation and bpe is not None and not findings.problems:
         decoder = _try(findings, "weights", lambda: load_decoder(checkpoint, dictionary))
         if decoder is not None:
             findings.good("weights", "complete and finite")
-            findings.good("continuation", repr(continue_greedily(decoder, dictionary, bpe, text)))
+            ids = line_encoder(dictionary, bpe)(text)
+            following = dictionary.string(list(next_tokens(decoder.eval(), dictionary, ids)))
+            findings.good("continuation", repr(bpe.decode(following)))
     return findings
 
 
@@ -145,15 +154,56 @@ def _find_tokenizer(findings: Findings, folder: Path, dictionary: Dictionary, te
     return None
 
 
-@torch.no_grad()
-def continue_greedily(decoder: TransformerDecoder, dictionary: Dictionary, bpe: Any, text: str) -> str:
-    """The most likely next tokens after `text`, one after the other."""
-    return bpe.decode(
-        dictionary.string(list(_next_tokens(decoder.eval(), dictionary, line_encoder(dictionary, bpe)(text))))
+def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation: bool) -> None:
+    """A Hugging Face folder: config.json, tokenizer, how prompts are written, weights."""
+    model = _try(findings, "config.json", lambda: read_folder(folder))
+    if model is None:
+        return
+    shape, kind = model.shape, f"{model.family}, {'rotary' if model.is_rotary else 'absolute'} positions"
+    window = f", sliding window {model.window:,}" if model.window else ""
+    findings.good("config.json", f"{kind} up to {model.positions:,}{window}; every key understood")
+    findings.good(
+        "architecture",
+        f"{shape['layers']} layers of width {shape['width']}, {shape['heads']} heads, vocabulary "
+        f"{shape['vocabulary']:,}, embeddings {'tied' if model.tied else 'not tied'} to the output",
     )
+    if _try(findings, "tokenizer", lambda: model.vocabulary) is None or not _describe_writing(findings, model, text):
+        return
+    files = _try(findings, "weights", model.weight_files)
+    if files is None or not continuation:
+        return
+    decoder = _try(findings, "weights", lambda: load_decoder(model, model.dictionary))
+    if decoder is not None:
+        total = sum(parameter.numel() for parameter in decoder.parameters())
+        biased = any(name.endswith("k_proj.bias") for name, _ in decoder.named_parameters())
+        biases = "with" if biased else "without"
+        findings.good("weights", f"complete and finite: {total:,} parameters, {biases} key and value biases")
+        following = next_tokens(decoder.eval(), model.dictionary, model.encode_line(text))
+        findings.good("continuation", repr(model.decode(following)))
 
 
-def _next_tokens(decoder: TransformerDecoder, dictionary: Dictionary, ids: list[int]) -> Iterator[int]:
+def _describe_writing(findings: Findings, model: HFModel, text: str) -> bool:
+    """The tokenizer's round trip, special tokens, and one rendered prompt."""
+    ids = model.encode_line(text)
+    back = model.decode(ids)
+    if back.strip() != text.strip():
+        findings.bad("tokenizer", f"turns {text!r} into {back!r}: files of another model?")
+        return False
+    findings.good("tokenizer", f"{text!r} is {len(ids)} tokens, which come back as the same text")
+    symbols = model.dictionary
+    shown = " ".join(f"{symbols[row]!r} ({row})" for row in model.separator)
+    findings.good("begins with", f"{symbols[model.bos]!r} ({model.bos})")
+    findings.good("separator", f"{shown}; --separator changes it")
+    demonstration = [*ids, *model.encode_line(EXAMPLE_LABEL)]
+    findings.good("prompt", repr(model.decode([model.bos, *demonstration, *model.separator, *ids])))
+    if model.encode_line(text + EXAMPLE_LABEL) != demonstration:
+        findings.good("label words", "input and label together are other tokens than one after the other (as run here)")
+    return True
+
+
+@torch.no_grad()
+def next_tokens(decoder: FairseqDecoder, dictionary: Dictionary, ids: list[int]) -> Iterator[int]:
+    """The most likely tokens after BOS and `ids`, one after the other, until EOS."""
     tokens = [dictionary.bos(), *ids]
     for _ in range(CONTINUATION_TOKENS):
         features = decoder(torch.tensor([tokens]), features_only=True)[0][:, -1]  # (1, dim)

@@ -21,6 +21,7 @@ from fairseq_icl.compat import flags_of
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
+from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
 from fairseq_icl.observing import Observation, Observer
 from fairseq_icl.observing.observation import PRECISIONS, concatenate, save_observations
@@ -193,7 +194,7 @@ class ICLSimilarity(FairseqCriterion):
 
 def method_of(path: str | None) -> str:
     """The name of the method that a checkpoint was fine-tuned with; none for a base checkpoint."""
-    state = read_checkpoint(path) if path else {}
+    state = read_checkpoint(path) if path and not is_hugging_face(path) else {}
     if base_reference(state) is None:
         return "none"
     return name_of_method(state["cfg"], bool(state["task_state"].get("linearized")))

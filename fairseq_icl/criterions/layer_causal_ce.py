@@ -44,7 +44,7 @@ class LayerCausalCrossEntropy(FairseqCriterion):
 
     def check_decoder(self, decoder: Any) -> range:
         """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
-        return check_decoder(decoder, self.layers)
+        return check_decoder(decoder, self.layers, self.point)
 
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True

@@ -70,15 +70,16 @@ def load_model(
     tokenizer: str | Path | None = None,
     device: str | None = None,
 ) -> Model:
-    """The model in a checkpoint, in fp32.
+    """The model in a checkpoint or a Hugging Face folder, in fp32.
 
     **Arguments**
-    - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, or "demo" for the shipped one.
+    - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
+      safetensors), or "demo" for the shipped one.
     - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
       weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
     - `name`: what tables call the model; by default the name of its folder.
     - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
-      text at white space.
+      text at white space. A Hugging Face folder brings its own.
     - `tokenizer`: folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
     - `device`: e.g. "cuda"; by default a GPU if there is one.
     """
@@ -89,7 +90,7 @@ def load_model(
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, initialised as the settings `init`, `seed`, `final_norm` and `perturbation` say."""
     decoder = load_decoder(
-        files.checkpoint,
+        files.source,
         files.load_dictionary(),
         init=settings.init,
         final_norm=settings.final_norm,

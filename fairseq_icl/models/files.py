@@ -1,4 +1,7 @@
-"""A model as files: checkpoint, dictionary and tokenizer; and checkpoints of random weights to stand in for one."""
+"""A model as files: a fairseq checkpoint with dictionary and tokenizer, or a Hugging Face folder.
+
+Also checkpoints of random weights, to stand in for one.
+"""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,6 +20,7 @@ from fairseq.tokenizer import tokenize_line
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_MODEL, sha256_of
 from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
 from fairseq_icl.prompts import Encode, Writing
 
 KNOWN_SHARE = 0.9
@@ -36,39 +40,58 @@ class ModelFiles:
 
     name: str
     checkpoint: Path
-    dictionary: Path
+    """The weights: a fairseq checkpoint, or a Hugging Face folder."""
+    dictionary: Path | None = None
+    """dict.txt; a Hugging Face folder has none."""
     bpe: str | None = None
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
     """fairseq's options for the tokenizer's files."""
+    hugging_face: HFModel | None = None
+    """The folder that dictionary and tokenizer come from, if it is one of Hugging Face."""
+
+    @property
+    def source(self) -> Path | HFModel:
+        """What `load_decoder` reads the weights from."""
+        return self.hugging_face if self.hugging_face and self.checkpoint.is_dir() else self.checkpoint
 
     def options(self) -> dict[str, Any]:
         """What fairseq's task must be told to use this model."""
+        if self.dictionary is None:
+            return {"base_model": str(self.checkpoint)}
         named = {"base_model": str(self.checkpoint), "dict": str(self.dictionary), "bpe": self.bpe}
         return named | {name: str(path) for name, path in self.tokenizer.items()}
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the checkpoint."""
-        return sha256_of(self.checkpoint)
+        """Hash of the checkpoint; of a Hugging Face folder's config, tokenizer and weights."""
+        return self.source.sha256 if isinstance(self.source, HFModel) else sha256_of(self.checkpoint)
 
     def load_dictionary(self) -> Dictionary:
         """The model's dictionary."""
-        return load_dictionary(self.dictionary)
+        if self.hugging_face is not None:
+            return self.hugging_face.dictionary
+        return load_dictionary(self.dictionary or self.checkpoint.parent / "dict.txt")
 
     @cached_property
     def writing(self) -> Writing:
         """How the model wants its text written: tokenizer, special symbols, number of positions."""
+        if self.hugging_face is not None:
+            return self.hugging_face.writing
         dictionary = self.load_dictionary()
         bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
         state = read_checkpoint(self.checkpoint)
         eos = (dictionary.eos(),)
+        encode = line_encoder(dictionary, bpe)
+        newline = tuple(encode("\n"))
         return Writing(
-            encode=line_encoder(dictionary, bpe),
+            encode=encode,
             max_positions=language_model_config(state, self.checkpoint).max_target_positions,
             bos=dictionary.bos(),
             separator=eos,
             line_break=eos,
             unknown=dictionary.unk(),
+            eos=dictionary.eos(),
+            newline=() if dictionary.unk() in newline else newline,
         )
 
 
@@ -81,15 +104,23 @@ def find_files(
     dictionary: str | Path | None = None,
     tokenizer_files: Mapping[str, str | Path | None] | None = None,
 ) -> ModelFiles:
-    """The files of the model at `path`: a checkpoint, a folder with model.pt, or "demo".
+    """The files of the model at `path`: a checkpoint, a folder with model.pt, a Hugging Face folder, or "demo".
 
     Dictionary and tokenizer are looked for beside the checkpoint, or in the folder `tokenizer`; single files can be
     named in `dictionary` and `tokenizer_files`. `bpe="auto"` takes the tokenizer whose files are there.
     """
     checkpoint = DEMO_MODEL if str(path) == "demo" else Path(path)
+    if is_hugging_face(checkpoint):
+        given = [bpe if bpe != "auto" else None, tokenizer, dictionary, *(tokenizer_files or {}).values()]
+        if any(given):
+            raise UserError(
+                f"{checkpoint}: a Hugging Face folder has its own dictionary and tokenizer; leave out "
+                f"{next(filter(None, given))} (bpe, dict, tokenizer)"
+            )
+        return ModelFiles(name or checkpoint.resolve().name, checkpoint, hugging_face=read_folder(checkpoint))
     checkpoint = checkpoint / "model.pt" if checkpoint.is_dir() else checkpoint
     if not checkpoint.is_file():
-        raise UserError(f"{checkpoint}: no such checkpoint; give the path of a model.pt, or of the folder it lies in")
+        raise UserError(f"{checkpoint}: no such checkpoint; give the path of a model.pt, or of a model's folder")
     beside = Path(tokenizer) if tokenizer else checkpoint.parent
     bpe = find_tokenizer(beside) if bpe == "auto" else bpe
     if bpe is not None and bpe not in TOKENIZER_FILES:

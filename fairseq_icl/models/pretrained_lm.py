@@ -1,4 +1,4 @@
-"""The model `pretrained_lm`: a fairseq decoder whose architecture and weights both come from a checkpoint file."""
+"""The model `pretrained_lm`: a decoder whose architecture and weights both come from files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
-from fairseq.models import FairseqLanguageModel, register_model
+from fairseq.models import FairseqDecoder, FairseqLanguageModel, register_model
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from fairseq_icl.compat import without_initialisation
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.hugging_face import HFModel
+from fairseq_icl.models.hugging_face import weights as folder_weights
 from fairseq_icl.models.perturbation import perturb
 
 Result = TypeVar("Result")
@@ -55,9 +57,9 @@ def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], function:
 
 @register_model("pretrained_lm", dataclass=PretrainedLMConfig)
 class PretrainedLM(FairseqLanguageModel):
-    """A stock fairseq decoder that knows which of its weights learn and, once fine-tuned, what they were before."""
+    """A decoder that knows which of its weights learn and, once fine-tuned, what they were before."""
 
-    def __init__(self, decoder: TransformerDecoder):
+    def __init__(self, decoder: FairseqDecoder):
         super().__init__(decoder)
         self.base_state: dict[str, Tensor] = {}
         """Pretrained values of the weights that a fine-tuned checkpoint was put over; empty for a base model."""
@@ -69,7 +71,7 @@ class PretrainedLM(FairseqLanguageModel):
             raise UserError("--arch pretrained_lm needs --task demonstration_prompting and --pretrained MODEL.pt")
         settings = task.settings
         decoder = load_decoder(
-            task.cfg.base_model,
+            task.files.source,
             task.source_dictionary,
             init=settings.init,
             final_norm=settings.final_norm,
@@ -147,20 +149,23 @@ def check_trained_weights(weights: Mapping[str, Any], parameters: Mapping[str, T
 
 
 def load_decoder(
-    path: str | Path,
+    path: str | Path | HFModel,
     dictionary: Dictionary,
     *,
     init: str = "pretrained",
     final_norm: str = "kept",
     seed: int = 1,
-) -> TransformerDecoder:
-    """The checkpoint's decoder in fp32, whole (`init="pretrained"`) or as one of the papers' baselines.
+) -> FairseqDecoder:
+    """The decoder of a checkpoint or folder in fp32, whole (`init="pretrained"`) or as one of the papers' baselines.
 
     `init` says what is taken from the checkpoint, the rest being fairseq's random initialisation from `seed`:
     nothing ("untrained"), the layer norms of the layers ("layer-norms"), or those and the embeddings
     ("trained-embeddings"). `final_norm="lost"` removes the final layer norm of the last two, as the authors' code
-    does by accident: it drops fairseq's version marker together with the weights.
+    does by accident: it drops fairseq's version marker together with the weights. A model without that norm stays
+    as it is. Norms of queries and keys, which some rotary models have, are none of the layers' own.
     """
+    if isinstance(path, HFModel):
+        return _load_folder(path, dictionary, init, final_norm, seed)
     state = read_checkpoint(path)
     config = language_model_config(state, path)
     weights = {name.removeprefix("decoder."): tensor for name, tensor in state["model"].items()}
@@ -180,6 +185,23 @@ def load_decoder(
             decoder.layer_norm = None
         else:
             _load_some(decoder, weights, (FINAL_NORM,), path)
+    return decoder
+
+
+def _load_folder(model: HFModel, dictionary: Dictionary, init: str, final_norm: str, seed: int) -> FairseqDecoder:
+    """`load_decoder` for a Hugging Face folder."""
+    if init == "pretrained":
+        return folder_weights.load_decoder(model, dictionary)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        decoder = folder_weights.build_decoder(model, dictionary)
+    if init != "untrained":
+        parts = LAYER_NORMS + (EMBEDDINGS if init == "trained-embeddings" else ())
+        if final_norm == "lost":
+            decoder.layer_norm = None
+        else:
+            parts += (FINAL_NORM,)
+        folder_weights.load_weights(decoder, model, keep=lambda name: _module_name(name).startswith(parts))
     return decoder
 
 
@@ -220,9 +242,13 @@ def _load_all(decoder: TransformerDecoder, weights: dict[str, Tensor], path: str
 def _load_some(decoder: TransformerDecoder, weights: dict[str, Tensor], parts: tuple[str, ...], path: Any) -> None:
     """Copy the weights whose module is one of `parts` (of a layer, or of the decoder itself)."""
     for name, target in decoder.state_dict(keep_vars=True).items():
-        module = ".".join(name.split(".")[2:]) if name.startswith("layers.") else name
-        if module.startswith(parts) and name in weights:
+        if _module_name(name).startswith(parts) and name in weights:
             _copy(target, weights[name], name, path)
+
+
+def _module_name(parameter: str) -> str:
+    """`layers.3.fc1.weight` -> `fc1.weight`; the decoder's own parameters keep their names."""
+    return ".".join(parameter.split(".")[2:]) if parameter.startswith("layers.") else parameter
 
 
 @torch.no_grad()

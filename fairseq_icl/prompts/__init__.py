@@ -4,7 +4,9 @@ Here: how a model wants its text written, and the authors' rule for line breaks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from fairseq_icl.errors import UserError
 
 Tokens = tuple[int, ...]
 Encode = Callable[[str], list[int]]
@@ -27,6 +29,18 @@ class Writing:
     line_break: Tokens | None = (EOS,)
     """What a line break in a text becomes; None if `encode` takes text with line breaks as it is."""
     unknown: int | None = UNKNOWN
+    eos: int = EOS
+    newline: Tokens = ()
+    """A line break in tokens; empty if the tokenizer has none."""
+    window: int | None = None
+    """Tokens that attention sees at most, if that is not all of them."""
+
+    def separated(self, by: str) -> "Writing":
+        """The same with another separator: "model" (its own), "eos" or "newline"."""
+        if by == "newline" and not self.newline:
+            raise UserError("separator=newline: the model's tokenizer has no token for it; use separator=eos")
+        tokens = {"model": self.separator, "eos": (self.eos,), "newline": self.newline}
+        return replace(self, separator=tokens[by])
 
     def tokens(self, text: str) -> Tokens:
         """Ids of all non-empty lines, joined by `line_break`.

@@ -70,7 +70,7 @@ class Prompts:
     start: Tokens
     """What every sequence starts with: BOS."""
     context: Tokens
-    """BOS and the demonstrations that fit, each closed by EOS."""
+    """BOS and the demonstrations that fit, each closed by the separator (EOS, or a line break)."""
     context_rows: tuple[int, ...]
     """Training file row of each demonstration in the prompt, in its order."""
     context_spans: tuple[tuple[int, int], ...]
@@ -94,6 +94,7 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     `settings.limit` keeps the first queries only; which demonstrations fit is still decided by the longest sequence of
     the whole (capped) validation set, as the authors do, so a limited run has the same prompt as the full one.
     """
+    writing = writing.separated(settings.separator)
     encoder = RowEncoder(spec, writing)
     valid = read_split(Path(folder), spec, "valid")
     order = sampling.shuffled(len(valid), sampling.VALIDATION_SEED)[: settings.max_validation]
@@ -111,8 +112,15 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     demonstrations = [encoder.query(row) for row in rows]
 
     icl_order, finetuning_order = sampling.demonstration_orders(settings)
-    room = writing.max_positions - max(query.longest for query in queries)
+    longest_query = max(query.longest for query in queries)
+    room = writing.max_positions - longest_query
     icl_order, context, spans = _build_context(demonstrations, shown, icl_order, room, writing)
+    longest = len(context) + longest_query - 1  # both have BOS
+    if writing.window is not None and longest > writing.window:
+        raise UserError(
+            f"{spec.name}: the longest prompt has {longest:,} tokens, more than the {writing.window:,} of the model's "
+            "sliding window, which is not implemented; lower num_demonstrations"
+        )
     _warn(spec, k, [shown[i] for i in icl_order], writing.max_positions, settings.missing_class)
     if settings.finetuning_demonstrations == "fitting":
         finetuning_order = [i for i in finetuning_order if i in set(icl_order)]

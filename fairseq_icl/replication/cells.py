@@ -105,7 +105,7 @@ def key_of(cell: Cell, files: ModelFiles, data: Path, setting: str = "") -> str:
     described = cell.observed(setting) if setting else cell
     prints = {
         "model": files.sha256,
-        "dictionary": file_hash(files.dictionary),
+        "dictionary": file_hash(files.dictionary) if files.dictionary else "",  # a folder's hash covers all its files
         "data": data_hash(data, cell.spec),
         **{f"tokenizer.{name}": file_hash(path) for name, path in files.tokenizer.items()},
         "bpe": str(files.bpe),

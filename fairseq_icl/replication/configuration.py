@@ -46,7 +46,7 @@ register_settings()
 def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
     """Overrides as people type them -> as Hydra wants them.
 
-    `seed=1,2,3` is a list unless a sweep is asked for (-m), `model=PATH/model.pt` names a checkpoint, and `dataset=`
+    `seed=1,2,3` is a list unless a sweep is asked for (-m), `model=PATH` names a checkpoint or a folder, and `dataset=`
     means `datasets=`: the folder dataset/ makes Hydra take the former for a choice of one file.
     """
     result = []
@@ -58,7 +58,7 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
             override = f"{match['key']}=[{match['values']}]"
         override = re.sub(r"^dataset=", "datasets=", override)
         key, _, value = override.partition("=")
-        if key == "model" and (value.endswith(".pt") or "/" in value) and "," not in value:
+        if key == "model" and "," not in value and _is_path(value):
             result += ["model=checkpoint", f"model.path={quoted(value)}"]
             continue
         if key.split(".")[0] in ("vary", "variants"):  # mappings that Hydra would not let grow
@@ -67,6 +67,12 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
             override = f"{key}={quoted(value)}"
         result.append(override)
     return result
+
+
+def _is_path(model: str) -> bool:
+    """Whether `model=` names files instead of a YAML file of config/model."""
+    known = (FOLDER / "model" / f"{model}.yaml").is_file()
+    return model.endswith(".pt") or "/" in model or (not known and Path(model).is_dir())
 
 
 def quoted(text: str) -> str:
@@ -110,7 +116,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
         raise UserError(explain(error)) from error
     values.pop("hydra", None)
     if values["model"]["name"] is None:
-        values["model"]["name"] = Path(values["model"]["path"]).resolve().parent.name or "model"
+        path = Path(values["model"]["path"]).resolve()
+        values["model"]["name"] = (path if path.is_dir() else path.parent).name or "model"
     check(values)
     return dict(values)
 

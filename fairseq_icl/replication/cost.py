@@ -137,7 +137,7 @@ def peak_bytes(shape: dict[str, int], prompts: Sequence[Prompts], cells: Sequenc
 
 def _unfinished(cells: Sequence[Cell], files: ModelFiles, data: Path, out: Path) -> list[Cell]:
     """The cells that the results folder does not have yet."""
-    if not (out / "store.json").is_file() or not files.checkpoint.is_file():
+    if not (out / "store.json").is_file() or not files.checkpoint.exists():
         return list(cells)
     store = Store(out, create=False)
     engine = Engine(files, data, store)

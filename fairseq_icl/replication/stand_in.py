@@ -9,6 +9,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_MODEL, write_atomically
 from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files, load_dictionary, save_random_model
+from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.replication.locks import Locks
 from fairseq_icl.settings import nearest
 
@@ -30,14 +31,16 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
     elif not checkpoint.exists():
         raise UserError(
             f"{checkpoint}: no such checkpoint; unpack the model there, set FAIRSEQ_ICL_MODELS to the folder of your "
-            "models, give model=PATH/model.pt, or model.random=true for random weights of that shape"
+            "models, give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights of "
+            "that shape"
         )
     if config["random"] and not make:  # only looked at, not made yet
         named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
         return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
-    files = find_files(checkpoint, name=config["name"], bpe=config["bpe"], tokenizer=beside)
+    bpe = None if is_hugging_face(checkpoint) else config["bpe"]  # the folder has its own tokenizer
+    files = find_files(checkpoint, name=config["name"], bpe=bpe, tokenizer=beside)
     for path in (files.dictionary, *files.tokenizer.values()):
-        if not path.is_file():
+        if path is not None and not path.is_file():
             raise UserError(
                 f"{path}: no such file; put the model's dict.txt and tokenizer files there, or name the folder that "
                 "has them: model.tokenizer=FOLDER"
@@ -71,6 +74,8 @@ def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, mak
 
 def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
     """Layers, width, heads, feed-forward width and vocabulary: the checkpoint's own, or the configuration's."""
+    if files.hugging_face is not None:
+        return files.hugging_face.shape
     if not files.checkpoint.is_file():
         return dict(config["shape"])
     found = language_model_config(read_checkpoint(files.checkpoint), files.checkpoint)
@@ -79,5 +84,5 @@ def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
         "width": found.decoder_embed_dim,
         "heads": found.decoder_attention_heads,
         "ffn": found.decoder_ffn_embed_dim,
-        "vocabulary": len(load_dictionary(files.dictionary)),
+        "vocabulary": len(files.load_dictionary()),
     }

@@ -42,8 +42,8 @@ DemonstrationPromptingConfig = make_dataclass(
             "base_model",
             TEXT,
             None,
-            "checkpoint of the pretrained model, with dict.txt beside it (default in fairseq-validate: the one that "
-            "the fine-tuned checkpoint names)",
+            "checkpoint of the pretrained model with dict.txt beside it, or a Hugging Face folder (default in "
+            "fairseq-validate: the one that the fine-tuned checkpoint names)",
             argparse_alias="--pretrained",
         ),
         _flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from fairseq_icl.compat import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
+from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.models.pretrained_lm import PretrainedLMConfig
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConfig
 
@@ -22,7 +23,7 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
     A fine-tuned checkpoint supplies its own flags as defaults and its base; any other checkpoint is a base model of
     which only architecture and weights count, so that `args` and `cfg` files of one model cannot differ.
     """
-    state = read_checkpoint(path)
+    state = {} if is_hugging_face(path) else read_checkpoint(path)
     reference = base_reference(state)
     saved = state["cfg"] if reference else {}
     task_options = _options(DemonstrationPromptingConfig, saved.get("task"), flags)
@@ -52,7 +53,7 @@ def find_base(reference: dict[str, str], path: str) -> str:
     """The base checkpoint a fine-tuned one names: where it was, or beside the fine-tuned one."""
     beside = Path(path).parent / Path(reference["path"]).name
     for candidate in (Path(reference["path"]), beside):
-        if candidate.is_file():
+        if candidate.exists():
             return str(candidate)
     raise UserError(
         f"{path}: fine-tuned from {reference['path']}, which is not there any more; say where it is with --base-model"

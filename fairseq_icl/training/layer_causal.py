@@ -59,13 +59,18 @@ def decoder_of(model: Any) -> Any:
     return model.decoder
 
 
-def check_decoder(decoder: Any, layers: str | None) -> range:
+def check_decoder(decoder: Any, layers: str | None, point: str = "layer") -> range:
     """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
     head = decoder.output_projection
     if decoder.adaptive_softmax is not None or not isinstance(head, nn.Linear) or head.bias is not None:
         raise UserError(
             "layer-causal training: the model's output layer is not one plain matrix (adaptive softmax?); "
             "use --criterion cross_entropy"
+        )
+    if point == "attention" and any(getattr(layer, "parallel_residual", False) for layer in decoder.layers):
+        raise UserError(
+            "layer_causal_point=attention: in this model attention and MLP run side by side, so there is no state "
+            "between them; use layer_causal_point=layer"
         )
     return parse_layers(layers, len(decoder.layers))
 

