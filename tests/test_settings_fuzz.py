@@ -26,7 +26,18 @@ from fairseq_icl.replication.report.tables import check_tables
 from fairseq_icl.settings import READINGS, SETTINGS, Settings
 
 WORDS = sorted({choice for known in SETTINGS.values() for choice in known.choices} | {"paper", "authors", "first"})
-MISSPELT = ["bogus", "num_demonstration", "learning_rate", "Lr", "model.nme", "hydra.bogus", "vary.lr.x", "", " ", "a b"]
+MISSPELT = [
+    "bogus",
+    "num_demonstration",
+    "learning_rate",
+    "Lr",
+    "model.nme",
+    "hydra.bogus",
+    "vary.lr.x",
+    "",
+    " ",
+    "a b",
+]
 NUMBERS = st.integers() | st.floats() | st.sampled_from([0, 1, -1, 0.5, 2**32, 10**400, 1e308, -0.0])
 TEXTS = st.text(max_size=12) | st.sampled_from(WORDS) | st.sampled_from(["abc", "3", "0-2", "null", "true", "${lr}"])
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
@@ -204,4 +215,6 @@ def test_flags(key: str, value: Any):
 
 def _texts(values: dict[str, Any]) -> dict[str, Any]:
     """fairseq's enumerations as the texts they are."""
-    return {name: str(value) if SETTINGS[name].choices and value is not None else value for name, value in values.items()}
+    return {
+        name: str(value) if SETTINGS[name].choices and value is not None else value for name, value in values.items()
+    }

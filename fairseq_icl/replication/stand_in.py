@@ -93,8 +93,8 @@ def _compare_shape(shape: dict[str, Any], checkpoint: Path) -> None:
     for key, name in zip(SHAPE_KEYS, names, strict=False):
         if shape[key] != getattr(config, name):
             raise UserError(
-                f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or give "
-                "model.random=true for random weights"
+                f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or "
+                "give model.random=true for random weights"
             )
 
 

@@ -19,7 +19,7 @@ from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConf
 
 QUERIES = "training_queries"
 SEED_OF_FAIRSEQ = "${common.seed}"
-TAKEN = ("_name", "reading", "data", "dataset", "linearize", "dict", "bpe")
+TAKEN: tuple[str, ...] = ("_name", "reading", "data", "dataset", "linearize", "dict", "bpe")
 TAKEN += ("gpt2_encoder_json", "gpt2_vocab_bpe", "sentencepiece_model")
 """Options besides the settings that scoring takes from a fine-tuned checkpoint where no flag says otherwise."""
 MAX_TEXT = 5000

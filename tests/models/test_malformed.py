@@ -65,7 +65,9 @@ ALTERATIONS: dict[str, Any] = {
     "no table": lambda state: with_weights(state, table=None),
     "projection missing": lambda state: with_weights(state, projection=None),
     "projection of another shape": lambda state: with_weights(state, projection=torch.zeros(3, 16)),
-    "projection that repeats one value": lambda state: with_weights(state, projection=torch.zeros(1).expand(10**6, 10**6)),
+    "projection that repeats one value": lambda state: with_weights(
+        state, projection=torch.zeros(1).expand(10**6, 10**6)
+    ),
     "sparse projection": lambda state: with_weights(state, projection=torch.eye(16).to_sparse()),
     "whole numbers for the table": lambda state: with_weights(state, table=torch.zeros(48, 16, dtype=torch.bool)),
 }

@@ -13,11 +13,21 @@ from fairseq_icl.replication.report.html import anchor
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.replication.report.text import file_name, marked, spreadsheet_safe
 from fairseq_icl.replication.store import Store
-from tests.replication.test_report import table_of
 from fairseq_icl.results import write_results
+from tests.replication.test_report import table_of
 
 SCRIPT = "<script>alert(1)</script>"
-HOSTILE = ["=cmd()", "+1", "-1", "@x", "a$x^_{$b", "]{}\\input{secret}%", "x | y\n# title", f"\"'>{SCRIPT}", "[a](b)`c`"]
+HOSTILE = [
+    "=cmd()",
+    "+1",
+    "-1",
+    "@x",
+    "a$x^_{$b",
+    "]{}\\input{secret}%",
+    "x | y\n# title",
+    f"\"'>{SCRIPT}",
+    "[a](b)`c`",
+]
 MODEL = 'm$o_{"}'
 
 

@@ -58,7 +58,12 @@ def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:
 def markdown_page(run: Run, tables: list[Table], drawings: "list[Drawing]") -> str:
     """The report in Markdown, figures beside it."""
     finished = int(run.planned["finished"].sum())
-    lines = [f"# Report: {text.marked(', '.join(run.experiments))}", "", f"{finished} of {len(run.planned)} cells finished.", ""]
+    lines = [
+        f"# Report: {text.marked(', '.join(run.experiments))}",
+        "",
+        f"{finished} of {len(run.planned)} cells finished.",
+        "",
+    ]
     lines += [text.markdown(table) for table in tables]
     for drawing in drawings:
         lines += [

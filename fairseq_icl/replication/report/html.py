@@ -127,9 +127,7 @@ def _cells(run: Run) -> str:
         place, shown = escape(anchor(key)), escape(f"{_label(group)} ({key})")
         if key in run.configurations:
             text = escape(json.dumps(run.configurations[key], indent=1, ensure_ascii=False))
-            parts.append(
-                f'<details id="{place}"><summary>{shown}</summary><pre>{text}</pre></details>'
-            )
+            parts.append(f'<details id="{place}"><summary>{shown}</summary><pre>{text}</pre></details>')
         else:
             parts.append(f'<p id="{place}" class="note">{shown}: missing</p>')
     return "\n".join(parts)
