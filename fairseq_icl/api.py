@@ -48,12 +48,17 @@ def build_prompts(
 
     **Returns** `Prompts`: queries, ICL context and fine-tuning sequences.
     """
+    if not isinstance(data, str | Path | None):
+        raise UserError(f"data={data!r}: not a path; give the folder with the dataset's files")
     folder = DEMO_DATA if data is None or str(data) == "demo" else Path(data)
     for name in ("num_demonstrations", "init"):
         if name in settings:
             raise UserError(
                 f"{name}: give {'k=...' if name == 'num_demonstrations' else 'init= to load_model'} instead"
             )
+    if not isinstance(dataset, str) or not folder.is_dir():
+        wrong = f"data={folder}: no such folder" if isinstance(dataset, str) else f"dataset={dataset!r}: not a name"
+        raise UserError(f"{wrong}; give a dataset's name or YAML, and the folder with its files")
     chosen = Settings.of(reading, num_demonstrations=k, seed=seed, init=model.init, **settings)
     return build.build_prompts(find_spec(dataset, folder), folder, model.writing, chosen)
 

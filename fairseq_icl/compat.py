@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 # Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing, and turns
 # on the debug messages of every package.
@@ -104,9 +104,33 @@ def watch_command_lines() -> None:
         if "-h" in words or "--help" in words:
             _add_plugin_groups(parser)
             parser.parse_args(["--help"])
-        return original(parser, input_args, *args, **kwargs)
+        if TASK not in words and f"--task={TASK}" not in words:
+            return original(parser, input_args, *args, **kwargs)
+        parser.error = _refuse  # type: ignore[method-assign]
+        try:
+            parsed = original(parser, input_args, *args, **kwargs)
+        except (NameError, SyntaxError, TypeError, ValueError, KeyError) as error:  # fairseq evaluates lists: --lr abc
+            raise UserError(f"the command line cannot be read ({error}); --help shows the flags") from error
+        _check_own_settings(parsed[0] if isinstance(parsed, tuple) else parsed)
+        return parsed
 
     options.parse_args_and_arch = parse_args_and_arch
+
+
+def _refuse(message: str) -> NoReturn:
+    """In the place of argparse's `error`, which prints the usage of all of fairseq, 139 lines."""
+    raise UserError(f"{message}; --help shows the flags")
+
+
+def _check_own_settings(parsed: argparse.Namespace) -> None:
+    """The settings among the flags, fairseq's own (--lr, --clip-norm, --seed) included, are inside their bounds."""
+    for name, known in SETTINGS.items():
+        value = getattr(parsed, name, None)
+        if value == []:
+            raise UserError(f"--{name} []: give a number")
+        for single in value if name == "lr" and isinstance(value, list) else [value]:
+            if single is not None:
+                known.check(str(single) if known.choices else single)
 
 
 def show_user_errors_in_one_line() -> None:

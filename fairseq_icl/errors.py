@@ -13,6 +13,9 @@ EXIT_CODE = 2
 class UserError(Exception):
     """A problem in what the user gave us. The message names the place (file:line or setting) and the remedy."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # what a file or a setting holds may have several
+
 
 def find_user_error(error: BaseException | None) -> str | None:
     """The message of the UserError behind `error`: itself, a cause, or one raised in a child process; else None.

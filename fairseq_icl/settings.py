@@ -10,6 +10,7 @@ authors ran, `paper` what the text says, and `reading` ("authors" or "paper") ch
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -48,6 +49,8 @@ class Setting:
     paper: Any
     low: float | None
     high: float | None
+    pattern: str
+    """Regular expression of the texts allowed; "": any that can be printed."""
     flag_of: str
     only_if: Mapping[str, Condition]
     """Stage -> when the setting affects it; a stage that is not here is affected always."""
@@ -71,11 +74,16 @@ class Setting:
     def _problem(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
         if self.choices:
-            return None if value in self.choices else f"choose from {', '.join(self.choices)}"
+            known = isinstance(value, str) and value in self.choices
+            return None if known else f"choose from {', '.join(self.choices)}"
         if self.kind is str:
-            return None if isinstance(value, str) and value.strip() else "must be a text that is not empty"
+            if not isinstance(value, str) or not value.strip() or not value.isprintable():
+                return "must be a text that is not empty, in one line"
+            if "${" in value or value == "???":
+                return "must be a plain text, without ${...}"
+            return None if re.fullmatch(self.pattern or ".*", value) else f"must be {self.help.rpartition(': ')[2]}"
         number = isinstance(value, Integral) or (self.kind is float and isinstance(value, Real))
-        if isinstance(value, bool) or not number or not math.isfinite(value):
+        if isinstance(value, bool) or not number or not _is_finite(value):
             return "must be a number" if self.kind is float else "must be a whole number"
         if self.low is not None and value < self.low:
             return f"must be at least {self.low:g}"
@@ -93,8 +101,18 @@ def setting(default: Any, text: str, affects: Iterable[str], **facts: Any) -> An
     return field(default=default, metadata={"help": text, "affects": tuple(affects), **facts})
 
 
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
 def _shown(value: Any) -> str:
-    text = str(value)
+    try:
+        text = " ".join(str(value).split())
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
+        text = f"({type(value).__name__})"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -195,6 +213,7 @@ class Settings:
         None,
         "layer-causal training: layers that get a loss, counted from 0: one (3), a range (0-11) or from one up (2-)",
         (TRAINING,),
+        pattern=r"\s*\d+\s*(-\s*\d*)?\s*",
         flag_of="layer_causal_ce",
     )
     switch_labels: str = setting(
@@ -308,7 +327,7 @@ class Settings:
         check_reading(reading)
         unknown = [name for name in given if name not in SETTINGS]
         if unknown:
-            raise UserError(f"{unknown[0]}: unknown setting; {nearest(unknown[0], SETTINGS)}")
+            raise UserError(f"{_shown(unknown[0])}: unknown setting; {nearest(unknown[0], SETTINGS)}")
         values = paper_values() if reading == "paper" else {}
         return cls(**values | {name: value for name, value in given.items() if value is not None})
 
@@ -326,7 +345,7 @@ def _declared() -> dict[str, Setting]:
     """The fields of `Settings` as `Setting` objects."""
     declared = {}
     for entry in fields(Settings):
-        facts: dict[str, Any] = {"choices": (), "paper": None, "low": None, "high": None}
+        facts: dict[str, Any] = {"choices": (), "paper": None, "low": None, "high": None, "pattern": ""}
         facts |= {"flag_of": FLAG_OF_TASK, "only_if": {}} | dict(entry.metadata)
         kinds = get_args(entry.type) or (entry.type,)
         optional = type(None) in kinds
@@ -347,13 +366,13 @@ def paper_values() -> dict[str, Any]:
 
 def check_reading(reading: Any) -> str:
     """The name of a reading, or an error."""
-    if reading not in READINGS:
+    if not isinstance(reading, str) or reading not in READINGS:
         raise UserError(f"reading={_shown(reading)}: choose from {', '.join(READINGS)}")
     return str(reading)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: Any, known: Iterable[str]) -> str:
     """A hint for a misspelt word: the nearest known one, or all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
+    close = difflib.get_close_matches(str(word), names, n=1)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"

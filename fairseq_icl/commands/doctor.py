@@ -70,6 +70,8 @@ def examine(place: Path, text: str = TEXT, *, continuation: bool = True) -> Find
     state = _try(findings, "checkpoint", lambda: read_checkpoint(checkpoint))
     if state is None:
         return findings
+    if _try(findings, "checkpoint", lambda: [base_reference(state)]) is None:
+        return findings
     if reference := base_reference(state):
         findings.good("checkpoint", f"fine-tuned: {len(state['model'])} trained tensors over {reference['path']}")
         return findings
@@ -118,7 +120,8 @@ def _describe_model(findings: Findings, state: dict[str, Any], path: Path) -> No
 
 
 def _compare_vocabulary(findings: Findings, state: dict[str, Any], dictionary: Dictionary) -> bool:
-    rows = len(state["model"].get("decoder.embed_tokens.weight", ()))
+    table = state["model"].get("decoder.embed_tokens.weight")
+    rows = len(table) if table is not None and table.dim() else 0
     if rows == len(dictionary):
         findings.good("vocabulary", f"{rows:,} embeddings, {len(dictionary):,} symbols in dict.txt")
         return True

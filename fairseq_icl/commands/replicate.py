@@ -70,8 +70,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress, no tables")
     arguments = parser.parse_intermixed_args(argv)  # flags may stand between settings
     overrides = friendly(arguments.settings, sweep=arguments.multirun)
-    overrides += ["dry_run=true"] if arguments.dry_run else []
-    overrides += ["quiet=true"] if arguments.quiet else []
+    # In front, so that a setting of the same name is still read, and refused if it is wrong.
+    overrides = ["quiet=true"] * arguments.quiet + ["dry_run=true"] * arguments.dry_run + overrides
     config = compose_configuration(first_of_each(overrides))  # tells mistakes before any job starts
     if arguments.multirun:
         sweep(overrides)

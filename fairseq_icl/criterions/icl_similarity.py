@@ -197,7 +197,10 @@ def method_of(path: str | None) -> str:
     state = read_checkpoint(path) if path and not is_hugging_face(path) else {}
     if base_reference(state) is None:
         return "none"
-    return name_of_method(state["cfg"], bool(state["task_state"].get("linearized")))
+    config = state.get("cfg")
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: a fine-tuned checkpoint without its 'cfg': it was altered; train again")
+    return name_of_method(config, bool(state["task_state"].get("linearized")))
 
 
 def read_other(path: str, task: Any) -> dict[str, Tensor]:

@@ -257,6 +257,8 @@ def _copy(target: Tensor, source: Tensor, name: str, path: str | Path) -> None:
         raise UserError(
             f"{path}: decoder.{name} has the shape {tuple(source.shape)}, its architecture says {tuple(target.shape)}"
         )
+    if not source.is_floating_point():
+        raise UserError(f"{path}: decoder.{name} holds {source.dtype}, not weights; get a sound copy of the model")
     target.copy_(source)
     if target.numel():
         low, high = torch.aminmax(target)  # both are NaN if any value is

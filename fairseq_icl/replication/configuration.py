@@ -4,6 +4,7 @@ The settings of settings.py are keys of the configuration without standing in a 
 store as the group `settings`.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
             continue
         if key.split(".")[0] in ("vary", "variants"):  # mappings that Hydra would not let grow
             override = f"++{override}"
-        if key in ("data", "out") and value and value[0] not in "'\"$":
+        if key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
             override = f"{key}={quoted(value)}"
         result.append(override)
     return result
@@ -85,13 +86,12 @@ def first_of_each(overrides: Sequence[str]) -> list[str]:
     """A sweep's overrides with the first value of each swept one: what its first job runs."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise UserError(f"{error}") from error
+        swept = [next(iter(one.sweep_string_iterator())) if one.is_sweep_override() else None for one in parsed]
+    except (HydraException, ValueError, RecursionError) as error:
+        raise UserError(explain(error)) from error
     result = []
-    for override, text in zip(parsed, overrides, strict=True):
-        if override.is_sweep_override():
-            text = f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
-        result.append(text)
+    for override, text, first in zip(parsed, overrides, swept, strict=True):
+        result.append(text if first is None else f"{override.get_key_element()}={first}")
     return result
 
 
@@ -100,9 +100,13 @@ def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
-            return plain(compose(CONFIG_NAME, overrides=list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
+            config = compose(CONFIG_NAME, overrides=list(overrides))
+    # The last three: a group that is no word (model=3), numbers of thousands of digits, brackets nested without end.
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(explain(error)) from error
+    if added := [text for text in overrides if re.match(r"\+\+?hydra\.(?!launcher\.)", text)]:
+        raise UserError(f"{added[0]}: not a key of Hydra's; only those of hydra.launcher can be added")
+    return plain(config)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -115,9 +119,6 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     values.pop("hydra", None)
-    if values["model"]["name"] is None:
-        path = Path(values["model"]["path"]).resolve()
-        values["model"]["name"] = (path if path.is_dir() else path.parent).name or "model"
     check(values)
     return dict(values)
 
@@ -145,40 +146,77 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 """The keys of replicate.yaml that are no settings, and what they may hold."""
 MODEL_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
+    "name": (str, type(None)),
     "path": (str,),
     "bpe": (str, type(None)),
     "tokenizer": (str, type(None)),
     "random": (bool,),
     "shape": (dict, type(None)),
 }
+WORDS = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false", type(None): "null"}
+MAX_PATH, MAX_NAME, MAX_SCALE = 4095, 255, 1e12
+"""Longest path and longest name in one, in bytes, as Linux has them; and what a learning rate is at most scaled by."""
 
 
 def check(values: dict[str, Any]) -> None:
-    """Refuse keys that nobody reads and values of the wrong kind, before anything is planned."""
-    for key, value in values.items():
-        if key in SETTINGS:
-            for single in value if isinstance(value, list) and key in GRID else [value]:
-                if single is not None and not (key == "seed" and single == "first"):
-                    SETTINGS[key].check(single)
-        else:
-            _check_kind(key, value, KINDS)
-    for key, value in values["model"].items():
-        _check_kind(f"model.{key}", value, {f"model.{name}": kinds for name, kinds in MODEL_KINDS.items()})
+    """Refuse keys that nobody reads, keys left out, and values of the wrong kind, before anything is planned.
+
+    A model without a name gets that of its folder.
+    """
+    _check_kinds(values, KINDS, "")
+    _check_kinds(values["model"], MODEL_KINDS, "model.")
+    for key in GRID:
+        if values[key] == []:
+            raise UserError(f"{key}=[]: give at least one value, or leave the setting out")
+    for key, known in SETTINGS.items():
+        for single in values[key] if isinstance(values[key], list) and key in GRID else [values[key]]:
+            if single != values[key] or not (single is None or (key == "seed" and single == "first")):
+                known.check(single)
     check_reading(values["reading"])
-    if isinstance(values["lr_scale"], bool) or not 0 <= values["lr_scale"] < float("inf"):
-        raise UserError(f"lr_scale={values['lr_scale']}: must be a number of at least 0")
-    if re.search(r"[/\\\x00]", values["model"]["name"]) or values["model"]["name"].startswith("."):
-        raise UserError(f"model.name={values['model']['name']}: is part of file names; no / and no dot in front")
+    check_scale(values["lr_scale"])
+    for module in values["plugins"]:
+        if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+            raise UserError(f"plugins={module}: must be a list of names of modules, such as [my_package.metrics]")
+    model = values["model"]
+    for text in (values["data"], values["out"], model["path"], model["tokenizer"] or ""):
+        if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
+            raise UserError(f"{text[:80]}...: not a path; give one of a file or folder")
+    if model["name"] is None:
+        path = Path(model["path"]).resolve()
+        model["name"] = (path if path.is_dir() else path.parent).name or "model"
+    check_name("model.name", model["name"])
+    if not values["name"].strip() or not values["name"].isprintable():
+        raise UserError("name: must be a text that is not empty, in one line")
+    if not values["out"].strip():
+        raise UserError("out=: give the folder for the results")
 
 
-def _check_kind(key: str, value: Any, kinds: dict[str, tuple[type, ...]]) -> None:
-    if key not in kinds:
-        raise UserError(f"{key}: unknown key; {nearest(key, [*kinds, *SETTINGS])}")
-    if not isinstance(value, kinds[key]):
-        words = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false", type(None): "null"}
-        allowed = " or ".join(words.get(kind, "a number") for kind in kinds[key])
-        raise UserError(f"{key}={value}: must be {allowed}")
+def check_name(key: str, name: str) -> None:
+    """Refuse a name that cannot be part of a file's name."""
+    if not name.strip() or re.search(r"[/\\]", name) or name.startswith(".") or not name.isprintable():
+        raise UserError(f"{key}={name[:80]}: is part of file names; no /, no dot in front, nothing that does not print")
+    if len(name.encode()) > MAX_NAME // 2:
+        raise UserError(f"{key}={name[:80]}...: is part of file names; at most {MAX_NAME // 2} bytes")
+
+
+def check_scale(value: Any) -> None:
+    """Refuse a factor on the learning rate that is no number from 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SCALE:
+        raise UserError(f"lr_scale={str(value)[:80]}: must be a number of at least 0")
+
+
+def _check_kinds(values: dict[str, Any], kinds: dict[str, tuple[type, ...]], prefix: str) -> None:
+    """Every key is known, none is missing, and each holds what `kinds` allow; settings have checks of their own."""
+    settings = {} if prefix else SETTINGS
+    for key, value in values.items():
+        if key not in kinds and key not in settings:
+            raise UserError(f"{prefix}{key}: unknown key; {nearest(key, [*kinds, *settings])}")
+        allowed = kinds.get(key, (object,))
+        if not isinstance(value, allowed) or (isinstance(value, bool) and allowed == (int, float)):
+            words = " or ".join(dict.fromkeys(WORDS.get(kind, "a number") for kind in allowed))
+            raise UserError(f"{prefix}{key}={str(value)[:80]}: must be {words}")
+    if missing := [key for key in (*kinds, *settings) if key not in values]:
+        raise UserError(f"{prefix}{missing[0]}: is missing; leave it in, it has a default")
 
 
 def explain(error: Exception) -> str:

@@ -11,13 +11,16 @@ from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
-from fairseq_icl.replication.configuration import GRID
+from fairseq_icl.replication.configuration import GRID, MAX_NAME, check_scale
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import get_method
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""
 SKIP_KEYS = ("init", "method", "dataset", "variant", "not_variant")
+PAPERS = ("dai2023", "deutch2024", "demo")
+"""Papers whose settings the shipped datasets have; YAML files of the user's may know others."""
+PAPER_KEYS = ("k", "seeds", "permutations", "learning_rate")
 BLANK_PAPER: dict[str, Any] = {}
 
 
@@ -56,7 +59,10 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
             settings = _settings({**config, **changes, **grid}, facts, method)
             cells.append(Cell(config["model"]["name"], name, method, variant, settings, source))
     if not cells:
-        raise UserError("the plan is empty: `skip` leaves nothing of the chosen dataset, method and init")
+        raise UserError("the plan is empty: `skip`, or plain=false, leaves nothing of the chosen settings")
+    papers = {*PAPERS, *(paper for spec in specs.values() for paper in spec.papers)}
+    if config["paper"] not in papers:
+        raise UserError(f"paper={config['paper']}: unknown paper; {nearest(config['paper'], papers)}")
     return cells
 
 
@@ -73,8 +79,12 @@ def data_folder(data: str) -> Path:
 
 def _words(value: Any, key: str) -> list[str]:
     words = [value] if isinstance(value, str) else list(value or [])
-    if not all(isinstance(word, str) and word for word in words):
-        raise UserError(f"{key}={value}: expected a name or a list of names")
+    if not words and key != "datasets":
+        raise UserError(f"{key}=[]: give at least one")
+    if not all(isinstance(word, str) and word.strip() and word.isprintable() for word in words):
+        raise UserError(f"{key}={str(value)[:80]}: expected a name or a list of names")
+    if any(len(part.encode()) >= MAX_NAME - len(".yaml") for word in words for part in word.split("/")):
+        raise UserError(f"{key}={str(value)[:80]}: too long for a name")
     return list(dict.fromkeys(words))
 
 
@@ -87,22 +97,27 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, changes in config["variants"].items():
         if not isinstance(changes, Mapping):
             raise UserError(f"variants.{name}={changes}: must be a mapping of settings, e.g. {{lr_scale: 0.1}}")
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise UserError(f"variants.{str(name).strip()}: the name must be a text in one line; quote numbers")
         variants[name] = dict(changes)
     if config["vary"]:
         keys = list(config["vary"])
+        for key in keys:
+            if not _as_list(config["vary"][key]):
+                raise UserError(f"vary.{key}=[]: give at least one value")
         for values in itertools.product(*(_as_list(config["vary"][key]) for key in keys)):
             changes = dict(zip(keys, values, strict=True))
             variants[" ".join(f"{key}={_short(value)}" for key, value in changes.items())] = changes
     for name, changes in variants.items():
         for key, value in changes.items():
             if key not in VARIABLE:
-                raise UserError(f"variant {name}: {key} cannot be varied; {nearest(key, VARIABLE)}")
+                raise UserError(f"variant {name[:80]}: {key} cannot be varied; {nearest(key, VARIABLE)}")
             if key in SETTINGS and value is not None:
                 SETTINGS[key].check(value)
             elif key == "reading":
                 check_reading(value)
-            elif key == "lr_scale" and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise UserError(f"variant {name}: lr_scale={value}: must be a number")
+            elif key == "lr_scale":
+                check_scale(value)
     return variants
 
 
@@ -128,6 +143,9 @@ def _rule(rule: Any) -> dict[str, list[str]]:
     unknown = [key for key in rule if key not in SKIP_KEYS]
     if unknown:
         raise UserError(f"skip: unknown key {unknown[0]}; use {', '.join(SKIP_KEYS)}")
+    for key, value in rule.items():
+        if not all(isinstance(word, str | int | float) for word in _as_list(value)):
+            raise UserError(f"skip: {key}={str(value)[:80]}: must be a name or a list of names")
     return {key: [str(word) for word in _as_list(value)] for key, value in rule.items()}
 
 
@@ -140,13 +158,34 @@ def _matches(rule: Mapping[str, list[str]], place: Mapping[str, str]) -> bool:
 def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     """k, runs and learning rate: the command line's, else the paper's for this model, else the paper's."""
     by_model = config["published_settings"] or {}
+    for model, by_dataset in by_model.items():
+        if not isinstance(by_dataset, Mapping):
+            raise UserError(f"published_settings.{model}: must be a mapping from datasets to settings")
     of_model: Mapping[str, Any] = by_model.get(config["model"]["name"]) or next(iter(by_model.values()), {})
-    said = dict(spec.papers.get(config["paper"], BLANK_PAPER)) | dict(of_model.get(spec.name, {}))
+    said = _said(spec.papers.get(config["paper"], BLANK_PAPER), f"{spec.name}: papers.{config['paper']}")
+    said |= _said(of_model.get(spec.name, {}), f"published_settings, {spec.name}")
     k = said.get("k") if config["num_demonstrations"] is None else config["num_demonstrations"]
     varied = {*config["vary"], *(key for changes in config["variants"].values() for key in changes)}
     if k is None and "num_demonstrations" not in varied:
         raise UserError(f"{spec.name}: no number of demonstrations in {config['paper']}; give num_demonstrations=K")
     return Facts(k or 0, _runs(spec.name, said, config), said.get("learning_rate"))
+
+
+def _said(said: Any, place: str) -> dict[str, Any]:
+    """What a paper says of a dataset, checked."""
+    if not isinstance(said, Mapping):
+        raise UserError(f"{place}: must be a mapping of {', '.join(PAPER_KEYS)}")
+    checks = dict(zip(PAPER_KEYS, ("num_demonstrations", "seed", "permutation", "lr"), strict=True))
+    for key, value in said.items():
+        if key not in checks:
+            raise UserError(f"{place}: unknown key {key}; {nearest(key, PAPER_KEYS)}")
+        listed = list(value.values()) if key == "learning_rate" and isinstance(value, Mapping) else _as_list(value)
+        if key in ("seeds", "permutations") and not isinstance(value, list | tuple):
+            raise UserError(f"{place}: {key} must be a list")
+        for single in [value] if key == "k" else listed:
+            if single is not None:
+                SETTINGS[checks[key]].check(single)
+    return dict(said)
 
 
 def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -175,7 +214,21 @@ def _settings(config: Mapping[str, Any], facts: Facts, method: str) -> Settings:
         given["lr"] = _learning_rate(config, facts, method)
     else:  # what only training reads is left at its default, so that such cells are the same cell
         given |= {name: None for name, known in SETTINGS.items() if known.affects == ("training",)}
-    return Settings.of(config["reading"], **given)
+    settings = Settings.of(config["reading"], **given)
+    if get_method(method).trained:
+        _check_training(settings, method)
+    return settings
+
+
+def _check_training(settings: Settings, method: str) -> None:
+    """What fine-tuning would refuse once the model is loaded is refused now."""
+    if settings.num_demonstrations == 0:
+        raise UserError(f"num_demonstrations=0: method {method} has nothing to train on; use method=none")
+    if (settings.layer_clip == "none") != (settings.layer_clip_value is None):
+        given, wanted = ("layer_clip_value", "layer_clip=norm or max")
+        if settings.layer_clip_value is None:
+            given, wanted = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
+        raise UserError(f"{given}: needs {wanted}")
 
 
 def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> float:

@@ -15,6 +15,7 @@ from fairseq_icl.settings import nearest
 
 SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
 MAX_SHAPE = 1 << 20
+MAX_WEIGHTS = 10**12
 """Larger numbers in a shape are a slip of the finger."""
 
 
@@ -37,7 +38,10 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
     if config["random"] and not make:  # only looked at, not made yet
         named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
         return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
-    bpe = None if is_hugging_face(checkpoint) else config["bpe"]  # the folder has its own tokenizer
+    is_folder = is_hugging_face(checkpoint)
+    if config["shape"] is not None and not config["random"] and not is_folder:
+        _compare_shape(config["shape"], checkpoint)
+    bpe = None if is_folder else config["bpe"]  # the folder has its own tokenizer
     files = find_files(checkpoint, name=config["name"], bpe=bpe, tokenizer=beside)
     for path in (files.dictionary, *files.tokenizer.values()):
         if path is not None and not path.is_file():
@@ -53,9 +57,7 @@ def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, mak
     shape = config["shape"]
     if shape is None:
         raise UserError("model.random=true needs model.shape; choose a model of config/model with a size")
-    for key, value in shape.items():
-        if key not in SHAPE_KEYS or isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_SHAPE:
-            raise UserError(f"model.shape.{key}={value}: must be a whole number from 1 of {', '.join(SHAPE_KEYS)}")
+    check_shape(shape)
     symbols = load_dictionary(dictionary)
     # The name says what is in it: another shape, or another dictionary, is another file.
     content = json.dumps([sorted(shape.items()), len(symbols)])
@@ -70,6 +72,34 @@ def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, mak
         except (OSError, RuntimeError) as error:
             raise UserError(f"{path}: cannot be written ({error}); choose another out=DIR") from error
     return path
+
+
+def check_shape(shape: dict[str, Any]) -> None:
+    """Refuse a shape of which something is missing, unknown or no size that a model can have."""
+    for key, value in shape.items():
+        if key not in SHAPE_KEYS:
+            raise UserError(f"model.shape.{key}: unknown key; {nearest(key, SHAPE_KEYS)}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_SHAPE:
+            raise UserError(f"model.shape.{key}={str(value)[:80]}: must be a whole number from 1 to {MAX_SHAPE - 1:,}")
+    if missing := [key for key in SHAPE_KEYS if key not in shape]:
+        raise UserError(f"model.shape.{missing[0]}: is missing; give {', '.join(SHAPE_KEYS)}")
+    if shape["width"] % shape["heads"] or shape["width"] % 2:
+        raise UserError(f"model.shape.heads={shape['heads']}: does not divide the width {shape['width']} evenly")
+    if shape["layers"] * shape["width"] * (4 * shape["width"] + 2 * shape["ffn"]) > MAX_WEIGHTS:
+        raise UserError(f"model.shape: more than {MAX_WEIGHTS:.0e} weights; give a smaller one")
+
+
+def _compare_shape(shape: dict[str, Any], checkpoint: Path) -> None:
+    """A shape says what random weights look like; beside a checkpoint that is there it must be the checkpoint's."""
+    check_shape(shape)
+    config = language_model_config(read_checkpoint(checkpoint), checkpoint)
+    names = ("decoder_layers", "decoder_embed_dim", "decoder_attention_heads", "decoder_ffn_embed_dim")
+    for key, name in zip(SHAPE_KEYS, names, strict=False):
+        if shape[key] != getattr(config, name):
+            raise UserError(
+                f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or "
+                "give model.random=true for random weights"
+            )
 
 
 def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import write_atomically
 from fairseq_icl.settings import nearest
 
 STYLE: dict[Any, Any] = {
@@ -25,6 +26,8 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "svg.hashsalt": "fairseq-icl",  # the same figure has the same bytes
     "figure.constrained_layout.use": True,
+    "text.parse_math": False,  # names are names: $ is a letter in them
+    "axes.formatter.use_mathtext": False,
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
@@ -125,5 +128,6 @@ def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = No
         ax.set(xlabel="layer", ylabel=NAMES.get(metric, metric))
         legend_below(figure, [ax])
         if path is not None:
-            figure.savefig(path)
+            kind = Path(path).suffix.removeprefix(".") or "png"
+            write_atomically(path, lambda unfinished: figure.savefig(unfinished, format=kind))
     return figure

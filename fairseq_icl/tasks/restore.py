@@ -7,14 +7,23 @@ from fairseq import tasks
 from fairseq.models import BaseFairseqModel
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import FairseqTask
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+from torch import Tensor
 
 from fairseq_icl.compat import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.models.pretrained_lm import PretrainedLMConfig
+from fairseq_icl.settings import SETTINGS, check_reading
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConfig
+
+QUERIES = "training_queries"
+SEED_OF_FAIRSEQ = "${common.seed}"
+TAKEN: tuple[str, ...] = ("_name", "reading", "data", "dataset", "linearize", "dict", "bpe")
+TAKEN += ("gpt2_encoder_json", "gpt2_vocab_bpe", "sentencepiece_model")
+"""Options besides the settings that scoring takes from a fine-tuned checkpoint where no flag says otherwise."""
+MAX_TEXT = 5000
 
 
 def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], DictConfig, FairseqTask]:
@@ -25,7 +34,7 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
     """
     state = {} if is_hugging_face(path) else read_checkpoint(path)
     reference = base_reference(state)
-    saved = state["cfg"] if reference else {}
+    saved = saved_settings(state, path) if reference else {}
     task_options = _options(DemonstrationPromptingConfig, saved.get("task"), flags)
     if reference and not flags.get("base_model"):
         task_options["base_model"] = find_base(reference, path)
@@ -33,6 +42,8 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
         task_options["base_model"] = flags.get("base_model") or path
     if isinstance(task_options.get("seed"), str | None):  # the interpolation of the default
         task_options["seed"] = int(flags.get("seed") or 1)
+    if reference and len(state["model"]) == 0:
+        raise UserError(f"{path}: a fine-tuned checkpoint without weights; train again")
     cfg = OmegaConf.create(
         {
             "task": {"_name": TASK, **task_options},
@@ -42,11 +53,66 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
     )
     task = tasks.setup_task(cfg.task)
     if reference:
-        task.load_state_dict(state["task_state"])
+        task.load_state_dict({**state["task_state"], QUERIES: training_queries(state, path)})
     model = task.build_model(cfg.model)
     if reference:
         model.load_state_dict(state["model"])
+        _check_queries(task.training_queries, model, path)
     return [model], cfg, task
+
+
+def saved_settings(state: dict[str, Any], path: str) -> dict[str, dict[str, Any]]:
+    """What a fine-tuned checkpoint may say of how it is scored: the settings, the data and the model's files.
+
+    A checkpoint is foreign data: no path to write is taken from it and no interpolation (`${...}`), which would read
+    environment variables.
+    """
+    cfg = state.get("cfg")
+    if not isinstance(cfg, dict):
+        raise UserError(f"{path}: a fine-tuned checkpoint without its 'cfg': it was altered; train again")
+    taken = {}
+    for section in ("task", "criterion"):
+        options = cfg.get(section)
+        if not isinstance(options, dict) or not isinstance(options.get("_name"), str):
+            raise UserError(f"{path}: its 'cfg' has no section '{section}': it was altered; train again")
+        taken[section] = {name: options[name] for name in (*SETTINGS, *TAKEN) if options.get(name) is not None}
+        if section == "criterion" or taken[section].get("seed") == SEED_OF_FAIRSEQ:
+            taken[section].pop("seed", None)
+        for name, value in taken[section].items():
+            _check_plain(value, name, path)
+    return taken
+
+
+def _check_plain(value: Any, name: str, path: str) -> None:
+    """Refuse what is no number or plain text, or not what the setting may be."""
+    if not isinstance(value, str | int | float) or len(str(value)) > MAX_TEXT:
+        raise UserError(f"{path}: its option {name} is a {type(value).__name__}: it was altered; train again")
+    if isinstance(value, str) and ("${" in value or value == MISSING or (value and not value.isprintable())):
+        raise UserError(f"{path}: its option {name} is {value[:80]!r}: only plain texts are taken from a checkpoint")
+    if name in SETTINGS or name == "reading":
+        try:
+            check_reading(value) if name == "reading" else SETTINGS[name].check(value)
+        except UserError as error:
+            raise UserError(f"{path}: its option {error}; it was altered, train again") from error
+
+
+def training_queries(state: dict[str, Any], path: str) -> dict[int, Tensor]:
+    """The query vectors that the fine-tuned checkpoint recorded: row -> (layers, tokens, width)."""
+    recorded = state["task_state"].get(QUERIES, {})
+    if not isinstance(recorded, dict):
+        raise UserError(f"{path}: its training queries are no mapping: it was altered; train again")
+    for row, vectors in recorded.items():
+        right = isinstance(vectors, Tensor) and vectors.dim() == 3 and vectors.is_floating_point()
+        if isinstance(row, bool) or not isinstance(row, int) or row < 0 or not right or not vectors.isfinite().all():
+            raise UserError(f"{path}: its training queries of row {str(row)[:20]} are damaged or altered; train again")
+    return recorded
+
+
+def _check_queries(recorded: dict[int, Tensor], model: Any, path: str) -> None:
+    """The recorded query vectors are of the model's layers and width."""
+    sizes = (len(model.decoder.layers), model.decoder.embed_dim)
+    if any((vectors.shape[0], vectors.shape[2]) != sizes for vectors in recorded.values()):
+        raise UserError(f"{path}: its training queries are not of {sizes[0]} layers of width {sizes[1]}; train again")
 
 
 def find_base(reference: dict[str, str], path: str) -> str:

@@ -1,5 +1,6 @@
 """A run's report, written in all its forms into one folder."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,9 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
             written[name] = folder / f"report.{name}"
             write_atomically(written[name], contents[name]())
         if "csv" in formats:
-            flat = run.summary.assign(keys=run.summary["keys"].map(" ".join))
+            flat = run.summary.assign(keys=run.summary["keys"].map(lambda keys: " ".join(map(str, keys))))
+            texts = flat.select_dtypes(exclude="number").columns
+            flat[texts] = flat[texts].map(lambda cell: text.spreadsheet_safe(cell) if isinstance(cell, str) else cell)
             write_atomically(folder / "summary.csv", flat.to_csv(index=False))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another place with --to") from error
@@ -46,24 +49,31 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
 
 
 def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
     for drawing in drawings:
-        drawing.save(folder / f"{drawing.name}.png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+        path = folder / f"{text.file_name(drawing.name)}.png"
+        options = {"format": "png", "dpi": DOTS_PER_INCH, "metadata": {"Software": None}}
+        # Into a new file that takes the place of the old one: a link that lies there is not followed.
+        write_atomically(path, partial(drawing.save, **options))
 
 
 def markdown_page(run: Run, tables: list[Table], drawings: "list[Drawing]") -> str:
     """The report in Markdown, figures beside it."""
     finished = int(run.planned["finished"].sum())
-    lines = [f"# Report: {', '.join(run.experiments)}", "", f"{finished} of {len(run.planned)} cells finished.", ""]
-    lines += [line for warning in run.warnings for line in (f"**{warning}**", "")]
+    lines = [
+        f"# Report: {text.marked(', '.join(run.experiments))}",
+        "",
+        f"{finished} of {len(run.planned)} cells finished.",
+        "",
+    ]
+    lines += [line for warning in run.warnings for line in (f"**{text.marked(warning)}**", "")]
     lines += [text.markdown(table) for table in tables]
     for drawing in drawings:
         lines += [
-            f"### {drawing.title}",
+            f"### {text.marked(drawing.title)}",
             "",
-            f"![{drawing.title}](figures/{drawing.name}.png)",
+            f"![{text.marked(drawing.title)}](figures/{text.file_name(drawing.name)}.png)",
             "",
-            drawing.caption,
+            text.marked(drawing.caption),
             "",
         ]
     return "\n".join(lines)
@@ -76,7 +86,7 @@ def latex_page(tables: list[Table], drawings: "list[Drawing]") -> str:
         lines += [
             r"\begin{figure}",
             r"\centering",
-            rf"\includegraphics[width=\linewidth]{{figures/{drawing.name}.png}}",
+            rf"\includegraphics[width=\linewidth]{{figures/{text.file_name(drawing.name)}.png}}",
         ]
         lines += [rf"\caption{{{text.escaped(f'{drawing.title}. {drawing.caption}')}}}", r"\end{figure}", ""]
     return "\n".join(lines)

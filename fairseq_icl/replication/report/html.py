@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -98,7 +99,7 @@ def _place(entry: Entry, text: str, *, link: bool) -> str:
     if entry.doubtful and text.endswith("?"):
         shown = f'<span title="{escape(entry.doubtful, quote=True)}">{shown}</span>'
     if link and entry.keys and text != NOT_PLANNED:
-        shown = f'<a href="#cell-{entry.keys[0]}" title="{len(entry.keys)} cell(s)">{shown}</a>'
+        shown = f'<a href="#{escape(anchor(entry.keys[0]))}" title="{len(entry.keys)} cell(s)">{shown}</a>'
     return f"<td>{shown}</td>"
 
 
@@ -124,15 +125,18 @@ def _cells(run: Run) -> str:
     """Every planned cell with its configuration."""
     parts = []
     for key, group in run.planned.groupby("key", sort=False):
-        label = _label(group)
+        place, shown = escape(anchor(key)), escape(f"{_label(group)} ({key})")
         if key in run.configurations:
             text = escape(json.dumps(run.configurations[key], indent=1, ensure_ascii=False))
-            parts.append(
-                f'<details id="cell-{key}"><summary>{escape(label)} ({key})</summary><pre>{text}</pre></details>'
-            )
+            parts.append(f'<details id="{place}"><summary>{shown}</summary><pre>{text}</pre></details>')
         else:
-            parts.append(f'<p id="cell-{key}" class="note">{escape(label)} ({key}): missing</p>')
+            parts.append(f'<p id="{place}" class="note">{shown}: missing</p>')
     return "\n".join(parts)
+
+
+def anchor(key: object) -> str:
+    """The name of a cell's place in the page; keys come from files, which may hold anything."""
+    return f"cell-{re.sub(r'[^A-Za-z0-9_.-]', '-', str(key))}"
 
 
 def _label(group: pd.DataFrame) -> str:

@@ -88,7 +88,7 @@ def check_tables(names: Sequence[Any]) -> None:
     """Refuse names of tables that are not published, before anything is computed for them."""
     known = published_figures()["tables"]
     for name in names:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise UserError(f"tables={name}: no such published table; {nearest(str(name), known)}")
 
 

@@ -1,7 +1,9 @@
 """Tables as Markdown, LaTeX, CSV and plain text for the terminal."""
 
 import csv
+import hashlib
 import io
+import re
 from collections.abc import Callable, Sequence
 
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
@@ -79,10 +81,17 @@ def plain(table: Table) -> str:
 def markdown(table: Table) -> str:
     """The table in Markdown."""
     head, *body = grid(table)
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in body]
+    lines = ["| " + " | ".join(map(marked, head)) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    lines += ["| " + " | ".join(map(marked, line)) + " |" for line in body]
     notes = [note for note in ((f"Source: {table.source}." if table.source else ""), *table.notes) if note]
-    return "\n".join([f"### {table.title}", "", *lines, "", *notes, ""])
+    return "\n".join([f"### {marked(table.title)}", "", *lines, "", *map(marked, notes), ""])
+
+
+def marked(text: str) -> str:
+    """`text` in one line with Markdown's and HTML's special characters made literal."""
+    # An underscore or a star inside a word (sim_aou) is literal already.
+    text = re.sub(r"[\\`<>\[\]|]|(?<!\w)[*_]|[*_](?!\w)", lambda found: f"\\{found[0]}", " ".join(text.splitlines()))
+    return re.sub(r"&(?=\w|#)", "&amp;", text)
 
 
 def latex(table: Table) -> str:
@@ -93,12 +102,19 @@ def latex(table: Table) -> str:
     lines += [" & ".join(escaped(cell) for cell in line) + r" \\" for line in body]
     caption = " ".join([f"{table.title}.", f"Source: {table.source}." if table.source else "", *table.notes])
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
-    return "\n".join([*lines, rf"\label{{tab:{table.name}}}", r"\end{table}", ""])
+    return "\n".join([*lines, rf"\label{{tab:{file_name(table.name)}}}", r"\end{table}", ""])
 
 
 def escaped(text: str) -> str:
     """`text` with LaTeX's special characters made literal."""
-    return "".join(SPECIAL.get(character, character) for character in text)
+    return "".join(SPECIAL.get(character, character) for character in " ".join(text.splitlines()))
+
+
+def file_name(text: str) -> str:
+    """`text` as a name for files, LaTeX labels and links: what is no letter, digit, dot or dash becomes a dash."""
+    safe = re.sub(r"[^A-Za-z0-9_.=-]+", "-", text).lstrip(".")[:150]
+    # Two names must stay two.
+    return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:6]}"
 
 
 def comma_separated(tables: Sequence[Table]) -> str:
@@ -111,8 +127,15 @@ def comma_separated(tables: Sequence[Table]) -> str:
         for label, entries in table.rows:
             for column, entry in zip(table.columns, entries, strict=True):
                 values = [_blank(getattr(entry, name)) for name in names]
-                writer.writerow([table.name, label, column, *values, table.reference, " ".join(entry.keys)])
+                words = (table.name, label, column, table.reference, " ".join(map(str, entry.keys)))
+                name, label_text, column_text, reference, keys = map(spreadsheet_safe, words)
+                writer.writerow([name, label_text, column_text, *values, reference, keys])
     return text.getvalue()
+
+
+def spreadsheet_safe(text: str) -> str:
+    """`text` with a quote in front if a spreadsheet would take it for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _blank(value: object) -> object:
