@@ -110,7 +110,8 @@ def training_queries(state: dict[str, Any], path: str) -> dict[int, Tensor]:
 
 def _check_queries(recorded: dict[int, Tensor], model: Any, path: str) -> None:
     """The recorded query vectors are of the model's layers and width."""
-    sizes = (len(model.decoder.layers), model.decoder.embed_dim)
+    attention = model.decoder.layers[0].self_attn
+    sizes = (len(model.decoder.layers), attention.num_heads * attention.head_dim)  # not always the model's width
     if any((vectors.shape[0], vectors.shape[2]) != sizes for vectors in recorded.values()):
         raise UserError(f"{path}: its training queries are not of {sizes[0]} layers of width {sizes[1]}; train again")
 
