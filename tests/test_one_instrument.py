@@ -14,8 +14,7 @@ from fairseq_icl.files import PACKAGE
 from fairseq_icl.models.checkpoints import read_checkpoint
 from fairseq_icl.observing.observation import load_observations, save_observations
 from fairseq_icl.replication.cells import CODE
-from fairseq_icl.results import read_results
-from fairseq_icl.results.gradients import read_gradient_record
+from fairseq_icl.results import read_gradient_record, read_results
 from tests.commands import PLUGIN, run, succeeded
 
 METHODS = ("gd", "lcgd", "linearized")

@@ -24,9 +24,8 @@ from fairseq_icl.observing.observation import load_observations, save_observatio
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell, data_hash, key_of
 from fairseq_icl.replication.store import Store, StoreError
-from fairseq_icl.results import provenance, write_results
+from fairseq_icl.results import provenance, read_gradient_record, write_results
 from fairseq_icl.results.collector import compare
-from fairseq_icl.results.gradients import read_gradient_record
 from fairseq_icl.settings import SETTINGS, TRAINING
 from fairseq_icl.training import fine_tuned
 from fairseq_icl.training.gradients import write_gradient_record

@@ -41,6 +41,9 @@ COLUMNS: dict[str, str] = {
 """Columns of the table and their pandas types; those with a capital letter may be missing."""
 
 METADATA_KEY = b"fairseq_icl"
+GRADIENT_COLUMNS = ("step", "demonstration", "layer", "parameter", "norm", "loss_sum", "sample_size")
+"""Columns of a gradient record; training/gradients.py makes it and says what they mean."""
+GRADIENT_METADATA = b"fairseq_icl_gradients"
 CSV_COMMENT = "# fairseq_icl "
 VERSIONS_OF = ("torch", "numpy", "fairseq", "fairseq-fixed")
 
@@ -141,6 +144,27 @@ def _git_state(package: Path) -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def read_gradient_record(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """(table, description of the model) of a file that --record-gradients or a replication wrote."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; make it with --record-gradients")
+    try:
+        table = pq.read_table(path)
+        described = (table.schema.metadata or {}).get(GRADIENT_METADATA)
+        if described is None or tuple(table.column_names) != GRADIENT_COLUMNS:
+            raise UserError(f"{path}: not a gradient record; make it with --record-gradients")
+        return table.to_pandas(ignore_metadata=True), dict(json.loads(described))
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: not a Parquet file, or damaged; make it with --record-gradients") from error
+
+
+def heatmap_matrix(record: pd.DataFrame) -> np.ndarray:
+    """(steps, layers): l2 norm of each layer's whole gradient at each step, the papers' heatmap."""
+    squares = record.assign(square=record["norm"] ** 2).groupby(["step", "layer"])["square"].sum()
+    return np.sqrt(squares.unstack("layer").sort_index().to_numpy())
 
 
 def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -> str:

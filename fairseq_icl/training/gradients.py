@@ -35,7 +35,7 @@ from torch import Tensor
 from fairseq_icl.compat import true_gradients
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
-from fairseq_icl.results.gradients import COLUMNS, METADATA_KEY, heatmap_matrix, read_gradient_record
+from fairseq_icl.results import GRADIENT_COLUMNS, GRADIENT_METADATA, heatmap_matrix, read_gradient_record
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
@@ -270,7 +270,7 @@ class GradientRecorder:
             np.repeat(np.array(loss_sum, dtype=np.float64), width),
             np.repeat(np.array(sample_size, dtype=np.int64), width),
         )
-        return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)))
+        return pd.DataFrame(dict(zip(GRADIENT_COLUMNS, columns, strict=True)))
 
     def _resume(self, path: Path, step: int) -> None:
         """Keep what an interrupted run recorded before `step`, if this model's record is there."""
@@ -288,5 +288,5 @@ class GradientRecorder:
 def write_gradient_record(path: Path, table: pd.DataFrame, decoder: Any) -> None:
     """Write a record with the description of its model."""
     arrow = pa.Table.from_pandas(table, preserve_index=False)
-    arrow = arrow.replace_schema_metadata({METADATA_KEY: json.dumps(describe(decoder)).encode()})
+    arrow = arrow.replace_schema_metadata({GRADIENT_METADATA: json.dumps(describe(decoder)).encode()})
     write_atomically(path, lambda unfinished: pq.write_table(arrow, unfinished, compression="zstd"))

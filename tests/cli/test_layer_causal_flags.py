@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.models.files import load_dictionary
-from fairseq_icl.results.gradients import heatmap_matrix, read_gradient_record
+from fairseq_icl.results import heatmap_matrix, read_gradient_record
 from tests.commands import assert_one_clear_line, succeeded
 from tests.world import World, save_model
 

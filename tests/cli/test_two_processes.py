@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from fairseq_icl.models.checkpoints import read_checkpoint
-from fairseq_icl.results.gradients import read_gradient_record
+from fairseq_icl.results import read_gradient_record
 from tests.commands import succeeded
 from tests.world import World
 

@@ -16,8 +16,7 @@ import torch
 
 from fairseq_icl.models.checkpoints import read_checkpoint
 from fairseq_icl.observing.observation import load_observations
-from fairseq_icl.results import read_results
-from fairseq_icl.results.gradients import read_gradient_record
+from fairseq_icl.results import read_gradient_record, read_results
 from tests.commands import PLUGIN, run, succeeded
 from tests.golden.folder import Golden
 from tests.golden.test_metrics import RPA, SIMILARITIES, Case

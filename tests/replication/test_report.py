@@ -16,7 +16,7 @@ import pytest
 from fairseq_icl.commands.report import main
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.report import write_report
-from fairseq_icl.replication.report.curves import switched_labels
+from fairseq_icl.replication.report.figures import switched_labels
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.replication.report.tables import comparison_tables, paper_tables, published_figures
 from fairseq_icl.replication.report.text import escaped, latex, markdown, plain

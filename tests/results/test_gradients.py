@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.results.gradients import COLUMNS, heatmap_matrix, read_gradient_record
+from fairseq_icl.results import COLUMNS, heatmap_matrix, read_gradient_record
 from fairseq_icl.training.gradients import describe, write_gradient_record
 from tests.criterions.tiny_model import build_model
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.results.gradients import COLUMNS, read_gradient_record
+from fairseq_icl.results import COLUMNS, read_gradient_record
 from fairseq_icl.training import gradients
 from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
 from tests.criterions.tiny_model import build_model, criterion, sample_of

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
 from fairseq_icl.replication.store import Store
-from fairseq_icl.results.gradients import heatmap_matrix, read_gradient_record
+from fairseq_icl.results import heatmap_matrix, read_gradient_record
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds and permutations are averaged over."""
