@@ -33,7 +33,7 @@ REPLICATE = ("replicate", "experiment=demo", "--quiet")
         ("layer_clip=norm", "needs layer_clip_value"),
         ("seed=[]", "seed=[]"),
         ("seed=[null]", "seed=None"),
-        ("~lr", "lr: is missing"),
+        ("~clip_norm", "clip_norm: is missing"),
         ("model=3", "Config group override"),
         ("model.name=a/b", "file names"),
         ("model.name=", "file names"),
