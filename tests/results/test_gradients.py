@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.results import COLUMNS, heatmap_matrix, read_gradient_record
+from fairseq_icl.results import GRADIENT_COLUMNS, heatmap_matrix, read_gradient_record
 from fairseq_icl.training.gradients import describe, write_gradient_record
 from tests.criterions.tiny_model import build_model
 
@@ -20,7 +20,7 @@ def record(steps: int = 2) -> pd.DataFrame:
         for layer in range(3)
         for name, norm in (("k_proj.weight", 3.0), ("v_proj.weight", 4.0))
     ]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=GRADIENT_COLUMNS)
 
 
 def test_heatmap_is_the_norm_of_each_layers_whole_gradient():

@@ -14,7 +14,7 @@ from torch import nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.results import COLUMNS, read_gradient_record
+from fairseq_icl.results import GRADIENT_COLUMNS, read_gradient_record
 from fairseq_icl.training import gradients
 from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
 from tests.criterions.tiny_model import build_model, criterion, sample_of
@@ -352,7 +352,7 @@ def test_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path):
 def test_recorder_without_a_path_writes_nothing_and_has_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     record = GradientRecorder(weights_only(build_model()).decoder)
-    assert list(record.table().columns) == list(COLUMNS)
+    assert list(record.table().columns) == list(GRADIENT_COLUMNS)
     assert len(record.table()) == 0
     for step in range(3):
         record.add(step, "4", norms(step), 2.5, 8)
