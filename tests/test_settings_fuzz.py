@@ -126,7 +126,9 @@ def as_override(value: Any) -> str:
         return f"[{','.join(map(as_override, value))}]"
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{as_override(inner)}' for key, inner in value.items())}}}"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value in (None, True) else str(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return "9" * 5000 if isinstance(value, int) and abs(value) > 10**4000 else str(value)
 
 
 def run_planned(config: dict[str, Any]) -> None:
