@@ -41,8 +41,8 @@ ROUND_SECONDS = 60
 class Chaos:
     """One folder, its workers, and what is done to them."""
 
-    def __init__(self, folder: Path, workers: int, dice: random.Random, events: Counter[str]):
-        self.folder, self.size, self.dice, self.events = folder, workers, dice, events
+    def __init__(self, folder: Path, workers: int, dice: random.Random, events: Counter[str], pace: float = 0.0):
+        self.folder, self.size, self.dice, self.events, self.pace = folder, workers, dice, events, pace
         self.logs = folder.with_name(f"{folder.name}-logs")
         self.logs.mkdir()
         self.workers: set[int] = set()
@@ -90,6 +90,8 @@ class Chaos:
         kind = self.dice.choice(KINDS)
         victim = self.dice.choice(sorted(self.workers)) if self.workers else None
         if kind == "full disk":
+            if len(self.workers) > self.size:
+                return
             self.start(self.dice.choice([512, 4096, 16384, 65536]))
         elif kind == "damage":
             if not self.damage():
@@ -144,7 +146,7 @@ class Chaos:
         while go_on() and time.monotonic() - start < ROUND_SECONDS and finished(self.folder) < cells:
             while len(self.workers) < self.size:
                 self.start()
-            time.sleep(self.dice.uniform(0.02, 0.4))
+            time.sleep(self.dice.uniform(0.02, self.pace))
             self.event()
             self.reap()
         while self.workers:
@@ -210,11 +212,14 @@ def main() -> int:
     place.mkdir(parents=True, exist_ok=True)
     dice, events = random.Random(arguments.seed), Counter[str]()
     quiet = Chaos(place / "quiet", 1, dice, events)
+    start = time.monotonic()
     quiet.round(0, Budget(None, 0, events))
     expected = tables(quiet.folder)
+    pace = (time.monotonic() - start) / max(len(expected), 1)  # an event a cell or so: work gets done in between
     budget, rounds, problems = Budget(arguments.minutes, arguments.events, events), 0, quiet.check(expected)
     while budget() and not problems and expected:
-        chaos = Chaos(place / f"round{rounds}", arguments.workers or dice.choice([2, 3, 4]), dice, events)
+        workers = arguments.workers or dice.choice([2, 3, 4])
+        chaos = Chaos(place / f"round{rounds}", workers, dice, events, pace)
         chaos.round(len(expected), budget)
         problems += chaos.check(expected)
         rounds += 1

@@ -1,9 +1,11 @@
 """The console command `fairseq-icl`: one word, one tool."""
 
 import importlib
+import os
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 from fairseq_icl import __version__
 from fairseq_icl.errors import end_quietly, exit_with, find_user_error
@@ -41,8 +43,17 @@ class Terminated(BaseException):
     """SIGTERM has come: like Ctrl-C it undoes on its way out what is half done."""
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+_received: list[int] = []
+"""The signal that is ending the process."""
+LAST_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """The first signal unwinds what is being done; a second one does not wait for that."""
+    if _received:
+        os._exit(128 + number)
+    _received.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,24 +61,32 @@ def main(argv: list[str] | None = None) -> int:
 
     Ctrl-C ends with one line and code 130, SIGTERM with 143; whoever reads our output may stop reading (141).
     """
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    _received.clear()
+    before = {number: signal.signal(number, _on_signal) for number in LAST_WORDS}
     try:
         code = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        end_quietly("interrupted; what is finished is kept", 128 + signal.SIGINT)
-    except Terminated:
-        end_quietly("terminated; what is finished is kept", 128 + signal.SIGTERM)
-    except BrokenPipeError:
-        end_quietly("", 128 + signal.SIGPIPE)
+    except (KeyboardInterrupt, Terminated):
+        end_by_signal()
     except Exception as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # a library answered it with an error of its own
-            end_quietly("interrupted; what is finished is kept", 128 + signal.SIGINT)
+        if _received:  # a library answered the signal with an error of its own
+            end_by_signal()
+        if isinstance(error, BrokenPipeError):
+            end_quietly("", 128 + signal.SIGPIPE)
         message = find_user_error(error)
         if message is None:
             raise
         exit_with(message)
+    finally:  # for those who call this from Python
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_by_signal() -> NoReturn:
+    """One line, and the exit code that shells know."""
+    number = _received[0] if _received else int(signal.SIGINT)
+    end_quietly(f"{LAST_WORDS[signal.Signals(number)]}; what is finished is kept", 128 + number)
 
 
 def run(words: list[str]) -> int:

@@ -112,7 +112,8 @@ def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]
             if metadata.get("format") != FORMAT:
                 raise UserError(f"{path}: not a file of observations of this version")
             described = json.loads(metadata["settings"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
+            # Copies: what stays mapped would change, or end the process (SIGBUS), with the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is not a dict
             example = tensors.pop("example").long()
             return example, {name: _rebuilt(name, facts, tensors) for name, facts in described.items()}
     except (OSError, SafetensorError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,6 +42,35 @@ def test_interrupted_it_says_so_in_one_line_and_goes_on_later(world, tmp_path, n
     assert "2 of 2 cells finished" in succeeded(run("fairseq-icl", "replicate", *settings(world, out, *CELLS))).stdout
     leftovers = [path for name in ("cells", "observations", "plans") for path in (out / name).glob(".*")]
     assert leftovers == []
+
+
+def test_a_second_signal_does_not_end_in_a_traceback(world, tmp_path):
+    for pause in (0.0, 0.002, 0.02):
+        process = started(tmp_path / f"run{pause}", world, "observations/*")
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode in (130, 143), stderr
+        assert "Traceback" not in stderr
+        assert len(stderr.strip().splitlines()) <= 1, stderr
+
+
+def test_a_signal_that_a_library_turns_into_an_error_is_still_a_signal(tmp_path):
+    script = """
+import os, signal
+from fairseq_icl import commands
+from fairseq_icl.errors import UserError
+def run(words):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException as error:
+        raise UserError("something else") from error
+commands.run = run
+commands.main(["report"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (143, "terminated; what is finished is kept\n")
 
 
 def test_a_reader_that_stops_reading_is_no_error(world, tmp_path):

@@ -91,6 +91,18 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         save_observations(tmp_path / "file" / "a.safetensors", seen)
 
 
+def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    """A mapped file that is cut short or altered later would end the process, or change its numbers in silence."""
+    path, tuned = tmp_path / "a.safetensors", tuned_observation()
+    save_observations(path, {"seen": tuned})
+    read = load_observations(path)[1]["seen"]
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+    assert torch.equal(read.attention_output, tuned.attention_output)
+    assert read.training_queries is not None
+    assert all(torch.equal(value, read.training_queries[row]) for row, value in (tuned.training_queries or {}).items())
+
+
 def damaged(path: Path, change: str) -> None:
     """Spoil a good file in one way."""
     content = path.read_bytes()
