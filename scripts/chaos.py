@@ -215,7 +215,9 @@ def main() -> int:
     start = time.monotonic()
     quiet.round(0, Budget(None, 0, events))
     expected = tables(quiet.folder)
-    pace = (time.monotonic() - start) / max(len(expected), 1)  # an event a cell or so: work gets done in between
+    pace = min(
+        (time.monotonic() - start) / max(len(expected), 1), 1.0
+    )  # an event a cell or so: work gets done in between
     budget, rounds, problems = Budget(arguments.minutes, arguments.events, events), 0, quiet.check(expected)
     while budget() and not problems and expected:
         workers = arguments.workers or dice.choice([2, 3, 4])
