@@ -32,6 +32,7 @@ def holding(folder: Path) -> "subprocess.Popen[str]":
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "True"
+    process.stdout.close()
     return process
 
 

@@ -184,7 +184,7 @@ def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference
     row = found.iloc[0]
     numbers: dict[str, Any] = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
     others = {key: value for key, value in selection.items() if key != "metric"}
-    counts = _select(run.summary, others).set_index("metric")["mean"]
+    counts = _select(run.summary, others).groupby("metric")["mean"].max()  # a selection may leave the method open
     mark = _mark(selection["metric"], numbers["mean"], counts)
     return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), mark=mark, **reference)
 
