@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 from fairseq_icl.models.files import ModelFiles, find_files
-from fairseq_icl.models.perturbation import perturb
-from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
+from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts import Writing
 from fairseq_icl.settings import Settings
 
@@ -89,13 +88,6 @@ def load_model(
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, initialised as the settings `init`, `seed`, `final_norm` and `perturbation` say."""
-    decoder = load_decoder(
-        files.source,
-        files.load_dictionary(),
-        init=settings.init,
-        final_norm=settings.final_norm,
-        seed=settings.seed,
-    )
-    perturb(decoder, settings.perturbation)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Model(PretrainedLM(decoder).to(device).eval(), files, settings.init, settings.seed)
+    lm = PretrainedLM.load(files.source, files.load_dictionary(), settings)
+    return Model(lm.to(device).eval(), files, settings.init, settings.seed)

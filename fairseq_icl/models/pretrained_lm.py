@@ -20,6 +20,7 @@ from fairseq_icl.models.checkpoints import language_model_config, read_checkpoin
 from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face import weights as folder_weights
 from fairseq_icl.models.perturbation import perturb
+from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
 
@@ -69,13 +70,13 @@ class PretrainedLM(FairseqLanguageModel):
         """Called by fairseq for `--arch pretrained_lm`; the task holds the checkpoint's path and `--init`."""
         if not hasattr(task.cfg, "base_model"):
             raise UserError("--arch pretrained_lm needs --task demonstration_prompting and --pretrained MODEL.pt")
-        settings = task.settings
+        return cls.load(task.files.source, task.source_dictionary, task.settings)
+
+    @classmethod
+    def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
+        """The model in `source`, as the settings `init`, `seed`, `final_norm` and `perturbation` say."""
         decoder = load_decoder(
-            task.files.source,
-            task.source_dictionary,
-            init=settings.init,
-            final_norm=settings.final_norm,
-            seed=settings.seed,
+            source, dictionary, init=settings.init, final_norm=settings.final_norm, seed=settings.seed
         )
         perturb(decoder, settings.perturbation)
         return cls(decoder)
