@@ -116,6 +116,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def _asks_about_train_rows(settings: "Settings") -> bool:
+    return settings.queries == "train"
+
+
 def _random_weights(settings: "Settings") -> bool:
     return settings.init != "pretrained"
 
@@ -135,21 +139,30 @@ SWITCH = {"only_if": {CONTEXT: _shows_switched, FINETUNING: _trains_switched}}
 class Settings:
     """All settings of one run, checked and complete. The defaults are what the authors ran, if that is one value."""
 
-    num_demonstrations: int = setting(32, "number of demonstrations k", (CONTEXT, FINETUNING), low=0)
+    num_demonstrations: int = setting(
+        32, "number of demonstrations k", PROMPTS, low=0, only_if={QUERIES: _asks_about_train_rows}
+    )
     seed: int = setting(
         1,
         "seed of the draw of demonstrations, of their permutations and of random weights",
-        (CONTEXT, FINETUNING, WEIGHTS),
+        (*PROMPTS, WEIGHTS),
         low=0,
         high=2**32 - 1,
         flag_of=FLAG_OF_FAIRSEQ,
-        only_if={WEIGHTS: _random_weights},
+        only_if={WEIGHTS: _random_weights, QUERIES: _asks_about_train_rows},
     )
     permutation: int = setting(
         0,
         "index of the permutation of the demonstrations (0: see permutation_zero; negative: none)",
         (CONTEXT, FINETUNING),
         high=4,
+    )
+    queries: str = setting(
+        "validation",
+        "rows that are asked about: those of the validation split, or those of the train split that are not among the "
+        "demonstrations (to choose a learning rate without looking at the validation split)",
+        PROMPTS,
+        choices=("validation", "train"),
     )
     limit: int | None = setting(
         None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1

@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 from typing import NoReturn
 
@@ -45,6 +46,8 @@ class Terminated(BaseException):
 
 _received: list[int] = []
 """The signal that is ending the process."""
+AGAIN_AFTER = 0.05
+"""Seconds until a signal that got lost is sent again."""
 LAST_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -56,6 +59,15 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
+def _on_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """A signal that came while Python ran a callback, which cannot raise: it comes once more, a moment later."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt | Terminated):
+        sys.__unraisablehook__(unraisable)
+        return
+    number = _received.pop()
+    threading.Timer(AGAIN_AFTER, os.kill, (os.getpid(), number)).start()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command named first; returns its exit code.
 
@@ -63,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     _received.clear()
     before = {number: signal.signal(number, _on_signal) for number in LAST_WORDS}
+    hook, sys.unraisablehook = sys.unraisablehook, _on_unraisable
     try:
         code = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -81,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:  # for those who call this from Python
         for number, handler in before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = hook
 
 
 def end_by_signal() -> NoReturn:

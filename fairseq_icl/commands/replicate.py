@@ -129,7 +129,8 @@ def plan_of(config: dict[str, Any], cells: list[Cell], engine: Engine) -> dict[s
     """What the results folder remembers of a command."""
     names = ("model", "init", "dataset", "method", "variant", "seed", "permutation")
     entries = [{**{name: getattr(cell, name) for name in names}, "key": engine.key(cell)} for cell in cells]
-    return {"experiment": config["name"], "tables": list(config["tables"]), "cells": entries}
+    model = {**config["model"], "path": str(engine.files.checkpoint.resolve())}
+    return {"experiment": config["name"], "tables": list(config["tables"]), "model": model, "cells": entries}
 
 
 def _engine(config: dict[str, Any], data: Path, store: Store) -> Engine:

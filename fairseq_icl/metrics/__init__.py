@@ -6,7 +6,9 @@ A metric takes the observations of the three settings of n examples and returns 
 
 - a tensor (n,) or (n, layers): one value an example, or one an example and layer;
 - a `Similarity`: such values together with the number of cosines that were zero by definition;
-- a `Ratio`: numerator and denominator (n,), for metrics such as RPA that are a quotient of sums over examples.
+- a `Ratio`: numerator and denominator (n,), for metrics such as RPA that are a quotient of sums over examples;
+- a `Ranking`: the scores of every class and the right one, for the area under the ROC curve;
+- None, where it is not defined for such examples: the metric is then left out.
 
 Values are averaged over examples, then over layers. docs/adding_a_metric.md walks through an example.
 """
@@ -35,6 +37,10 @@ class Observation(Protocol):
     @property
     def option_logprobs(self) -> Tensor:
         """(n, C) mean log-probability of each label option, -inf where an example has fewer"""
+
+    @property
+    def label_prior(self) -> Tensor | None:
+        """(n, C) log of each option's mean probability on inputs without content; None without classes"""
 
     @property
     def gold(self) -> Tensor:
@@ -84,7 +90,14 @@ class Ratio(NamedTuple):
     denominator: Tensor  # (n,)
 
 
-Outcome = Tensor | Similarity | Ratio
+class Ranking(NamedTuple):
+    """Scores that should be higher where the class is the right one; their mean is the macro-averaged AUC."""
+
+    scores: Tensor  # (n, classes)
+    is_class: Tensor  # (n, classes) bool
+
+
+Outcome = Tensor | Similarity | Ratio | Ranking | None
 Function = TypeVar("Function", bound=Callable[..., Outcome])
 
 
@@ -197,6 +210,7 @@ from fairseq_icl.metrics import (  # noqa: E402
 __all__ = [
     "Metric",
     "Observation",
+    "Ranking",
     "Ratio",
     "Similarity",
     "attention_maps",

@@ -1,4 +1,4 @@
-"""Metrics on predictions alone: accuracy, Rec2FTP, the RPA family, and who changed what.
+"""Metrics on predictions alone: accuracy, plain and free of label bias, Rec2FTP, the RPA family, and who changed what.
 
 An example is *changed* by ICL (FT) if its prediction differs from the zero-shot one. D_icl and D_ft are the sets of
 changed examples. All values are shares between 0 and 1 (the papers print percent); vectors are (n,).
@@ -7,9 +7,10 @@ changed examples. All values are shares between 0 and 1 (the papers print percen
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Ratio, metric
+from fairseq_icl.metrics import Observation, Ranking, Ratio, metric
 
 
 @metric("accuracy_zsl", settings=("zsl",))
@@ -18,6 +19,43 @@ from fairseq_icl.metrics import Observation, Ratio, metric
 def accuracy(observation: Observation) -> Tensor:
     """1 where the prediction is the gold label, else 0. (n,)"""
     return _right(observation).double()
+
+
+@metric("accuracy_calibrated_zsl", settings=("zsl",))
+@metric("accuracy_calibrated_icl", settings=("icl",))
+@metric("accuracy_calibrated_ft", settings=("ft",))
+def accuracy_calibrated(observation: Observation) -> Tensor | None:
+    """1 where the label that gains most over its prior is the gold one. (n,)
+
+    The prior is the label's probability on inputs without content (contextual calibration, Zhao et al. 2021), so a
+    model that prefers one word whatever it reads is not punished for it.
+    """
+    if observation.label_prior is None:
+        return None
+    calibrated = observation.option_logprobs - observation.label_prior
+    return (calibrated.argmax(dim=1) == observation.gold).double()
+
+
+@metric("auc_zsl", settings=("zsl",))
+@metric("auc_icl", settings=("icl",))
+@metric("auc_ft", settings=("ft",))
+def auc(observation: Observation) -> Ranking | None:
+    """Area under the ROC curve of each class's probability among the options against the rest, mean over classes.
+
+    It asks whether the model ranks examples rightly, wherever its threshold lies.
+    """
+    if observation.label_prior is None:
+        return None
+    scores = observation.option_logprobs.double().log_softmax(dim=1)
+    return Ranking(scores, F.one_hot(observation.gold, scores.size(1)).bool())
+
+
+@metric("log_likelihood_zsl", settings=("zsl",))
+@metric("log_likelihood_icl", settings=("icl",))
+@metric("log_likelihood_ft", settings=("ft",))
+def log_likelihood(observation: Observation) -> Tensor:
+    """Log-probability of the right label under the whole dictionary, a mean over its tokens. (n,)"""
+    return observation.option_logprobs.gather(1, observation.gold[:, None])[:, 0].double()
 
 
 @metric("rec2ftp")

@@ -7,6 +7,7 @@ Every number of the package that is read off a model passes through `Observer`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,18 @@ class Observer:
         self.context_row = in_context if context_row is None else context_row
         self._in_context = in_context and not whole_prompt
         self._prefix: Prefix | None = None
+        self._prior: Tensor | None = None
+
+    @property
+    def label_prior(self) -> Tensor | None:
+        """(C,) log of each label's probability among the labels, on average over inputs without content.
+
+        None if the dataset has no classes.
+        """
+        if self._prior is None and self.prompts.content_free:
+            scores = self._observe(self.prompts.content_free).option_logprobs
+            self._prior = scores.double().softmax(dim=1).mean(dim=0).log().float()
+        return self._prior
 
     @property
     def prefix(self) -> Prefix | None:
@@ -91,9 +104,14 @@ class Observer:
                     self._prefix = self.model.evaluate(lambda: run_prefix(decoder, self.context))
         return self._prefix
 
-    @torch.no_grad()
     def __call__(self, queries: Sequence[Query]) -> Observation:
         """What the model shows on one batch of queries."""
+        seen, prior = self._observe(queries), self.label_prior
+        return seen if prior is None else replace(seen, label_prior=prior.repeat(len(seen), 1))
+
+    @torch.no_grad()
+    def _observe(self, queries: Sequence[Query]) -> Observation:
+        """The same without the prior."""
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
         if self.prefix is None:

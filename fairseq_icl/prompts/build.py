@@ -9,7 +9,7 @@ Input and label are encoded separately and concatenated. docs/protocol.md gives 
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,9 @@ from fairseq_icl.prompts.readers import Row, read_split
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+CONTENT_FREE = ("N/A", "[MASK]", "")
+"""The inputs without content of Zhao et al. 2021 (arXiv 2102.09690, section 5)."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,13 @@ class Prompts:
     context_spans: tuple[tuple[int, int], ...]
     """Start and end of each demonstration inside the context, without its closing EOS."""
     queries: tuple[Query, ...]
-    """Validation rows after shuffle, cap and limit."""
+    """Validation rows (or other rows of the train split, see `settings.queries`) after shuffle, cap and limit."""
     finetuning: tuple[FinetuningSequence, ...]
     """In training order."""
     data: Path = Path()
     """The folder that the rows were read from."""
+    content_free: tuple[Query, ...] = ()
+    """Queries with texts that say nothing, which show how the model leans without looking; none without classes."""
 
     @cached_property
     def single_token(self) -> bool:
@@ -96,10 +101,6 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     """
     writing = writing.separated(settings.separator)
     encoder = RowEncoder(spec, writing)
-    valid = read_split(Path(folder), spec, "valid")
-    order = sampling.shuffled(len(valid), sampling.VALIDATION_SEED)[: settings.max_validation]
-    queries = [encoder.query(valid[i]) for i in order]
-
     train = read_split(Path(folder), spec, "train")
     k = settings.num_demonstrations
     if k > len(train):
@@ -107,7 +108,12 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
             f"{train[0].place[0]}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} "
             "rows; lower num_demonstrations"
         )
-    rows = [train[i] for i in sampling.shuffled(len(train), settings.seed)[:k]]
+    drawn = [train[i] for i in sampling.shuffled(len(train), settings.seed)]
+    rows, others = drawn[:k], drawn[k:]
+    asked = others if settings.queries == "train" else _validation_rows(folder, spec)
+    if not asked:
+        raise UserError(f"queries=train: all rows of {train[0].place[0]} are demonstrations; lower num_demonstrations")
+    queries = [encoder.query(row) for row in asked[: settings.max_validation]]
     shown, trained = _draw_labels(rows, settings)
     demonstrations = [encoder.query(row) for row in rows]
 
@@ -136,7 +142,22 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
             _finetuning_sequence(demonstrations[i], trained[i], settings.loss_on, writing.bos) for i in finetuning_order
         ),
         data=Path(folder),
+        content_free=_content_free(asked[0], spec, encoder),
     )
+
+
+def _validation_rows(folder: str | Path, spec: DatasetSpec) -> list[Row]:
+    """All rows of the validation split, in the order in which they are asked about."""
+    valid = read_split(Path(folder), spec, "valid")
+    return [valid[i] for i in sampling.shuffled(len(valid), sampling.VALIDATION_SEED)]
+
+
+def _content_free(row: Row, spec: DatasetSpec, encoder: "RowEncoder") -> tuple[Query, ...]:
+    """The row with each of the texts without content in place of its own; those that leave no input are left out."""
+    if not spec.has_classes:
+        return ()
+    rows = [replace(row, texts=dict.fromkeys(row.texts, text)) for text in CONTENT_FREE]
+    return tuple(encoder.query(row) for row in rows if encoder.writing.tokens(spec.render(row)[0][0]))
 
 
 def _draw_labels(rows: Sequence[Row], settings: Settings) -> tuple[list[int], list[int]]:

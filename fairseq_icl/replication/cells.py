@@ -46,6 +46,8 @@ class Cell:
     settings: Settings
     source: str = ""
     """Where the dataset's YAML comes from: its name in the catalogue or a path."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """Learning rates of the two methods that a cell compares, where each has its own; `settings.lr` is then None."""
 
     @property
     def init(self) -> str:
@@ -75,12 +77,15 @@ class Cell:
 
     def changed(self, *, method: str | None = None, **settings: Any) -> "Cell":
         """The cell with another method or other settings."""
-        return replace(self, method=method or self.method, settings=replace(self.settings, **settings))
+        if method in dict(self.rates):
+            settings = {"lr": dict(self.rates)[method], **settings}
+        return replace(self, method=method or self.method, settings=replace(self.settings, **settings), rates=())
 
     def configuration(self) -> dict[str, Any]:
         """Everything that determines the cell and can be written down; names of variant and file are not part of it."""
         settings = asdict(self.settings)
-        return {"model": self.model, "dataset": self.dataset, "method": self.method, "settings": settings}
+        described = {"model": self.model, "dataset": self.dataset, "method": self.method, "settings": settings}
+        return described | ({"rates": dict(self.rates)} if self.rates else {})
 
     def observed(self, setting: str) -> "Cell":
         """The cell with all that makes no difference to the observation of `setting` (zsl, icl, ft) at a fixed value.
@@ -89,7 +94,7 @@ class Cell:
         """
         settings = self.settings.relevant_to(OBSERVED[setting])
         method = self.method if setting == "ft" else setting
-        return replace(self, method=method, variant="", source="", settings=settings)
+        return replace(self, method=method, variant="", source="", settings=settings, rates=())
 
     def prompts_key(self) -> tuple[str, Settings]:
         """What tells its prompts from others': the content of the dataset's YAML, and the settings that count."""

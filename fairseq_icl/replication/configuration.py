@@ -19,11 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import PACKAGE
+from fairseq_icl.files import PACKAGE, read_yaml
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
 
 FOLDER = PACKAGE / "config"
 CONFIG_NAME = "replicate"
+MODEL_FILE = (".yaml", ".yml")
 GRID = ("seed", "permutation", "init")
 """Settings of which a run may have several values; null is what the paper says."""
 FROM_PAPER = (*GRID, "num_demonstrations", "lr")
@@ -73,7 +74,7 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
 def _is_path(model: str) -> bool:
     """Whether `model=` names files instead of a YAML file of config/model."""
     known = (FOLDER / "model" / f"{model}.yaml").is_file()
-    return model.endswith(".pt") or "/" in model or (not known and Path(model).is_dir())
+    return model.endswith((".pt", *MODEL_FILE)) or "/" in model or (not known and Path(model).is_dir())
 
 
 def quoted(text: str) -> str:
@@ -119,8 +120,25 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     values.pop("hydra", None)
+    if isinstance(values.get("model"), dict):
+        values["model"] = with_model_file(values["model"])
     check(values)
     return dict(values)
+
+
+def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
+    """The model with what a YAML file of the user's says of it, where its path names one (model=FILE.yaml)."""
+    path = model.get("path")
+    if not isinstance(path, str) or not path.endswith(MODEL_FILE):
+        return model
+    said = read_yaml(Path(path))
+    if not isinstance(said, dict) or not isinstance(said.get("path"), str):
+        raise UserError(f"{path}: not a model's YAML file; it needs at least the line path: CHECKPOINT_OR_FOLDER")
+    for key in said:
+        if key not in MODEL_KINDS:
+            raise UserError(f"{path}: unknown key {key}; {nearest(str(key), MODEL_KINDS)}")
+    named = {} if model.get("name") is None else {"name": model["name"]}
+    return {**model, **said, **named}
 
 
 KINDS: dict[str, tuple[type, ...]] = {
@@ -152,6 +170,7 @@ MODEL_KINDS: dict[str, tuple[type, ...]] = {
     "tokenizer": (str, type(None)),
     "random": (bool,),
     "shape": (dict, type(None)),
+    "learning_rates": (dict,),
 }
 WORDS = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false", type(None): "null"}
 MAX_PATH, MAX_NAME, MAX_SCALE = 4095, 255, 1e12

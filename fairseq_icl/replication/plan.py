@@ -56,8 +56,10 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
             if any(_matches(rule, place) for rule in rules):
                 continue
             grid = {"init": init, "seed": seed, "permutation": permutation}
-            settings = _settings({**config, **changes, **grid}, facts, method)
-            cells.append(Cell(config["model"]["name"], name, method, variant, settings, source))
+            rates = _learning_rates({**config, **changes}, facts, method)
+            settings = _settings({**config, **changes, **grid}, facts, method, rates)
+            own = tuple(rates.items()) if len(set(rates.values())) > 1 else ()
+            cells.append(Cell(config["model"]["name"], name, method, variant, settings, source, own))
     if not cells:
         raise UserError("the plan is empty: `skip`, or plain=false, leaves nothing of the chosen settings")
     papers = {*PAPERS, *(paper for spec in specs.values() for paper in spec.papers)}
@@ -168,7 +170,19 @@ def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     varied = {*config["vary"], *(key for changes in config["variants"].values() for key in changes)}
     if k is None and "num_demonstrations" not in varied:
         raise UserError(f"{spec.name}: no number of demonstrations in {config['paper']}; give num_demonstrations=K")
-    return Facts(k or 0, _runs(spec.name, said, config), said.get("learning_rate"))
+    rate = _rate_of_model(spec.name, config["model"]["learning_rates"])
+    return Facts(k or 0, _runs(spec.name, said, config), said.get("learning_rate") if rate is None else rate)
+
+
+def _rate_of_model(dataset: str, rates: Mapping[str, Any]) -> float | Mapping[str, float] | None:
+    """What the model's YAML says of a dataset's learning rate; None if it says nothing of any dataset."""
+    if not rates:
+        return None
+    if dataset not in rates:
+        raise UserError(f"model.learning_rates: no rate for {dataset}; give lr=RATE, or add experiment=rate_search's")
+    for rate in rates[dataset].values() if isinstance(rates[dataset], Mapping) else [rates[dataset]]:
+        SETTINGS["lr"].check(rate)
+    return rates[dataset]
 
 
 def _said(said: Any, place: str) -> dict[str, Any]:
@@ -205,13 +219,13 @@ def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
     return tuple(runs)
 
 
-def _settings(config: Mapping[str, Any], facts: Facts, method: str) -> Settings:
+def _settings(config: Mapping[str, Any], facts: Facts, method: str, rates: Mapping[str, float]) -> Settings:
     """The settings of one cell: the configuration with a variant's changes already put over it."""
     given = {name: config[name] for name in SETTINGS}
     if config["num_demonstrations"] is None:  # every variant may bring its own k; facts give the paper's
         given["num_demonstrations"] = facts.num_demonstrations
     if get_method(method).trained:
-        given["lr"] = _learning_rate(config, facts, method)
+        given["lr"] = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
     else:  # what only training reads is left at its default, so that such cells are the same cell
         given |= {name: None for name, known in SETTINGS.items() if known.affects == ("training",)}
     settings = Settings.of(config["reading"], **given)
@@ -231,10 +245,14 @@ def _check_training(settings: Settings, method: str) -> None:
         raise UserError(f"{given}: needs {wanted}")
 
 
-def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> float:
-    rate = facts.learning_rate if config["lr"] is None else config["lr"]
-    if isinstance(rate, Mapping):
-        rate = rate.get(method)
-    if rate is None:
-        raise UserError(f"no learning rate for method {method} in {config['paper']}; give lr=RATE")
-    return float(SETTINGS["lr"].check(rate)) * config["lr_scale"]
+def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> dict[str, float]:
+    """The rate of every method whose fine-tuned model the cell needs: its own, or the two that it compares."""
+    said = facts.learning_rate if config["lr"] is None else config["lr"]
+    rates = {}
+    for name in get_method(method).trained:
+        rate = said.get(name) if isinstance(said, Mapping) else said
+        if rate is None:
+            source = "model.learning_rates" if config["model"]["learning_rates"] else config["paper"]
+            raise UserError(f"no learning rate for method {name} in {source}; give lr=RATE")
+        rates[name] = float(SETTINGS["lr"].check(rate)) * config["lr_scale"]
+    return rates

@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals of means and quotients over examples."""
+"""Bootstrap confidence intervals of means, quotients and areas under ROC curves over examples."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -39,6 +39,34 @@ def bootstrap_ratio(numerator: np.ndarray, denominator: np.ndarray, counts: np.n
         Estimate(value[0], *_interval(drawn)),
         Estimate(over_layers[0], *_interval(drawn_over_layers)),
     )
+
+
+def bootstrap_auc(scores: np.ndarray, is_class: np.ndarray, counts: np.ndarray) -> Estimate:
+    """Area under the ROC curve of each class against the rest, averaged over the classes that have both sides.
+
+    scores (n, classes), is_class (n, classes) bool, counts (resamples, n) -> an estimate of shape (). In a resample an
+    example counts as often as it was drawn; a tie counts half.
+    """
+    single = np.ones((1, len(scores)))
+    drawn = np.stack([_areas(scores[:, c], is_class[:, c], np.vstack([single, counts])) for c in _classes(is_class)])
+    over_classes = _quotients(np.nan_to_num(drawn).T, np.isfinite(drawn).T.astype(float))[1]  # (1 + resamples,)
+    return Estimate(over_classes[0], *_interval(over_classes[1:]))
+
+
+def _classes(is_class: np.ndarray) -> list[int]:
+    """The classes that some examples have and others have not; one class if there is none such."""
+    sizes = is_class.sum(0)
+    return np.flatnonzero((sizes > 0) & (sizes < len(is_class))).tolist() or [0]
+
+
+def _areas(scores: np.ndarray, members: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """One class: the share of pairs (member, other) ranked rightly; (n,), (n,) bool, (r, n) -> (r,), NaN if none."""
+    inside, outside = scores[members][:, None], scores[~members][None]
+    right = (inside > outside) + 0.5 * (inside == outside)
+    of_members, of_others = counts[:, members], counts[:, ~members]
+    pairs = of_members.sum(1) * of_others.sum(1)
+    won = ((of_members @ right) * of_others).sum(1)
+    return np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0)
 
 
 def _quotients(sums: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,13 +14,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Outcome, Ratio, Similarity, default_names, get_metric
+from fairseq_icl.metrics import Observation, Ranking, Ratio, Similarity, default_names, get_metric
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import Rows
-from fairseq_icl.results.bootstrap import bootstrap_ratio, resampling_counts
+from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ratio, resampling_counts
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -76,21 +76,23 @@ def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> Trainin
 class Series:
     """Values of one metric: numerator and denominator an example and layer, so that means and quotients are alike.
 
-    A plain value has the denominator 1, or 0 if it is not finite. Reading a property sorts by example and drops
+    A plain value has the denominator 1, or 0 if it is not finite; a ranking has a column a class, its scores over
+    whether the class is the right one. Reading a property sorts by example and drops
     repetitions, so the order of batches and examples seen twice (fairseq's padding of shards) do not matter.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.parts: list[tuple[np.ndarray, ...]] = []
-        self.is_ratio = self.is_per_layer = self.counts_zero_updates = False
+        self.is_ratio = self.is_ranking = self.is_per_layer = self.counts_zero_updates = False
 
-    def append(self, example: Tensor, outcome: Outcome) -> None:
+    def append(self, example: Tensor, outcome: Tensor | Similarity | Ratio | Ranking) -> None:
         """Take in a metric's outcome for examples (n,)."""
         zero_updates = None
-        if isinstance(outcome, Ratio):
+        if isinstance(outcome, Ratio | Ranking):
             numerator, denominator = (_columns(part) for part in outcome)
-            self.is_ratio = True
+            self.is_ratio |= isinstance(outcome, Ratio)
+            self.is_ranking |= isinstance(outcome, Ranking)
         else:
             if isinstance(outcome, Similarity):
                 outcome, zero_updates = outcome
@@ -108,6 +110,7 @@ class Series:
         """Take in another series of the same metric."""
         self.parts += other.parts
         self.is_ratio |= other.is_ratio
+        self.is_ranking |= other.is_ranking
         self.is_per_layer |= other.is_per_layer
         self.counts_zero_updates |= other.counts_zero_updates
 
@@ -224,7 +227,8 @@ class Collector:
                 observations = [settings[setting] for setting in metric.settings]
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
                 seen = extras["attention"].example if "attention" in metric.needs else example
-                self.seen.metrics[name].append(seen, outcome)
+                if outcome is not None:
+                    self.seen.metrics[name].append(seen, outcome)
         self._add_predictions(example, settings)
 
     def merge(self, other: "Collector | Seen") -> "Collector":
@@ -275,6 +279,13 @@ class Collector:
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""
+        if series.is_ranking:  # it has a value for all examples together only
+            counts = resampling_counts(len(series.examples), self.seed)
+            area = bootstrap_auc(series.numerator, series.denominator > 0, counts)
+            rows.add_mean(name, area)
+            if np.isnan(area.value):
+                rows.add_count(f"undefined_{name}", 1)
+            return
         values = series.values  # (n, layers) or (n, 1)
         self._add_means(rows, name, series, np.ones(len(series.examples), dtype=bool))
         rows.add_examples(name, series.examples, values, series.is_per_layer)

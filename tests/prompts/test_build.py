@@ -288,6 +288,7 @@ def test_empty_input_is_reported_with_its_row(tmp_path: Path) -> None:
 
 def test_empty_option_is_reported_with_its_row(tmp_path: Path) -> None:
     choices = {"text": ["red", " "], "label": ["A", "B"]}
-    write_jsonl(tmp_path / "valid.jsonl", [{"question": "?", "choices": choices, "answer": "A"}])
+    for split in ("train", "valid"):
+        write_jsonl(tmp_path / f"{split}.jsonl", [{"question": "?", "choices": choices, "answer": "A"}] * 6)
     with pytest.raises(UserError, match=r"valid.jsonl:1: option 1 has no tokens"):
         build(tmp_path, spec_of(CHOICE), encode=encode_bytes)

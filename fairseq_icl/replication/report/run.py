@@ -39,6 +39,8 @@ class Run:
     """Names of the published tables to show."""
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a model -> what `model` was in the configuration."""
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -119,7 +121,8 @@ def load_run(folder: str | Path) -> Run:
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
-    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients)
+    models = {str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)}
+    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients, models)
 
 
 @dataclass(frozen=True)
