@@ -43,6 +43,10 @@ class Observation(Protocol):
         """(n, C) log of each option's mean probability on inputs without content; None without classes"""
 
     @property
+    def demonstration_logprob(self) -> Tensor | None:
+        """(n,) mean log-probability of the tokens that fine-tuning would score; None unless `queries=train`"""
+
+    @property
     def gold(self) -> Tensor:
         """(n,) index of the right option"""
 

@@ -58,6 +58,13 @@ def log_likelihood(observation: Observation) -> Tensor:
     return observation.option_logprobs.gather(1, observation.gold[:, None])[:, 0].double()
 
 
+@metric("demonstration_log_likelihood_zsl", settings=("zsl",))
+@metric("demonstration_log_likelihood_ft", settings=("ft",))
+def demonstration_log_likelihood(observation: Observation) -> Tensor | None:
+    """The fine-tuning loss on the example, negated; known where rows of the train split are asked about. (n,)"""
+    return observation.demonstration_logprob
+
+
 @metric("rec2ftp")
 def rec2ftp(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
     """|wrong zsl & right ft & right icl| / |wrong zsl & right ft|: how much of what FT mends ICL mends too."""

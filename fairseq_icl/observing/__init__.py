@@ -17,11 +17,11 @@ from tqdm import tqdm
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
-from fairseq_icl.observing.layout import Layout, lay_out, plan_batches
+from fairseq_icl.observing.layout import Layout, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Observation, concatenate
 from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord
-from fairseq_icl.prompts.build import Prompts, Query
+from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
 
@@ -138,7 +138,25 @@ class Observer:
             training_queries=model.training_queries,
             method=model.method,
             init=model.init,
+            demonstration_logprob=self._demonstration_logprob(queries),
         )
+
+    def _demonstration_logprob(self, queries: Sequence[Query]) -> Tensor | None:
+        """(n,): what the fine-tuning loss of each query with its right label is, negated; None unless it is wanted."""
+        settings, decoder = self.prompts.settings, self.model.lm.decoder
+        if settings.queries != "train" or self.context != self.prompts.start:
+            return None
+        sequences = [finetuning_sequence(query, query.gold, settings.loss_on, self.context) for query in queries]
+        tokens = filled_up([sequence.tokens for sequence in sequences])
+        scored = filled_up([sequence.scored for sequence in sequences])[:, 1:]
+
+        def run() -> Tensor:
+            with positions_from(decoder, 0):
+                return decoder(tokens[:, :-1].to(next(decoder.parameters()).device))[0]
+
+        log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True).float().cpu()
+        of_tokens = log_probs.gather(2, tokens[:, 1:, None])[..., 0]
+        return (of_tokens * scored).sum(1) / scored.sum(1)
 
 
 def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:

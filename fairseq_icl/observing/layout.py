@@ -57,16 +57,8 @@ class Layout:
     recorded_position: Tensor  # (n,)
 
     def tokens(self, before: Sequence[int] = ()) -> Tensor:
-        """The sequences, each after the tokens `before`, filled up on the right: (B, T).
-
-        The filling is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
-        without padding symbols fairseq builds no padding mask.
-        """
-        filled = torch.zeros(len(self.sequences), len(before) + max(map(len, self.sequences)), dtype=torch.long)
-        filled[:, : len(before)] = torch.tensor(before, dtype=torch.long)
-        for row, sequence in zip(filled, self.sequences, strict=True):
-            row[len(before) : len(before) + len(sequence)] = torch.tensor(sequence)
-        return filled
+        """The sequences, each after the tokens `before`, filled up on the right: (B, T)."""
+        return filled_up([(*before, *sequence) for sequence in self.sequences])
 
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
@@ -75,6 +67,18 @@ class Layout:
         values = log_probs[self.entry_logits, self.entry_token] * self.entry_weight
         scores.index_put_((self.entry_query, self.entry_option), values, accumulate=True)
         return scores.masked_fill(options >= self.num_options[:, None], -torch.inf)
+
+
+def filled_up(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Sequences filled up on the right: (B, T).
+
+    The filling is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
+    without padding symbols fairseq builds no padding mask.
+    """
+    filled = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
+    for row, sequence in zip(filled, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    return filled
 
 
 def sequences_of(query: Query, position: str) -> list[tuple[int, ...]]:

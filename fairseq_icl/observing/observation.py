@@ -40,6 +40,8 @@ class Observation:
     query_vector: Tensor  # (n, L, d) scaled by head_dim ** -0.5, heads concatenated
     context_row: Tensor | None = None  # (n, L, P) scores over the context, summed over the heads
     label_prior: Tensor | None = None  # (n, C) log of the options' mean probability on inputs without content
+    demonstration_logprob: Tensor | None = None
+    """(n,) mean log-probability of the tokens that fine-tuning on the example would score (ZSL and FT, if wanted)"""
     training_queries: Mapping[int, Tensor] | None = None
     """Of a fine-tuned model: row of the train file -> query vectors (L, tokens, d) recorded before learning from it."""
     method: str = "none"

@@ -139,7 +139,8 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
         context_spans=spans,
         queries=tuple(queries[: settings.limit]),
         finetuning=tuple(
-            _finetuning_sequence(demonstrations[i], trained[i], settings.loss_on, writing.bos) for i in finetuning_order
+            finetuning_sequence(demonstrations[i], trained[i], settings.loss_on, (writing.bos,))
+            for i in finetuning_order
         ),
         data=Path(folder),
         content_free=_content_free(asked[0], spec, encoder),
@@ -186,10 +187,11 @@ def _build_context(
     return used, tuple(context), tuple(spans)
 
 
-def _finetuning_sequence(demonstration: Query, label: int, loss_on: str, bos: int) -> FinetuningSequence:
+def finetuning_sequence(demonstration: Query, label: int, loss_on: str, start: Tokens) -> FinetuningSequence:
+    """What fine-tuning sees of a demonstration with that label, and which of its tokens carry the loss."""
     inputs, labels = demonstration.inputs[label], demonstration.labels[label]
-    scored = (False, *[loss_on == "all"] * len(inputs), *[True] * len(labels))
-    return FinetuningSequence(demonstration.row, (bos, *inputs, *labels), scored)
+    scored = (*[False] * len(start), *[loss_on == "all"] * len(inputs), *[True] * len(labels))
+    return FinetuningSequence(demonstration.row, (*start, *inputs, *labels), scored)
 
 
 def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, missing_class: str) -> None:

@@ -289,6 +289,9 @@ def test_empty_input_is_reported_with_its_row(tmp_path: Path) -> None:
 def test_empty_option_is_reported_with_its_row(tmp_path: Path) -> None:
     choices = {"text": ["red", " "], "label": ["A", "B"]}
     for split in ("train", "valid"):
-        write_jsonl(tmp_path / f"{split}.jsonl", [{"question": "?", "choices": choices, "answer": "A"}] * 6)
+        write_jsonl(
+            tmp_path / f"{split}.jsonl",
+            [{"question": "?", "choices": choices, "answer": "A"}] * (6 if split == "train" else 1),
+        )
     with pytest.raises(UserError, match=r"valid.jsonl:1: option 1 has no tokens"):
         build(tmp_path, spec_of(CHOICE), encode=encode_bytes)

@@ -12,11 +12,11 @@ from fairseq_icl.replication.report.tables import Entry, Table
 from fairseq_icl.replication.report.text import file_name
 from fairseq_icl.training.methods import get_method, method_names
 
-CRITERION = "log_likelihood_ft"
+CRITERION = "demonstration_log_likelihood_ft"
 HEADER = """\
-# Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid with the highest
-# mean log-likelihood of the labels of train rows that were not trained on. Those of linearized methods were not
-# searched: they are those of the method that is linearized, as in the paper.
+# Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid after which
+# demonstrations that were not trained on are most likely (the fine-tuning loss, negated). Those of linearized methods
+# were not searched: they are those of the method that is linearized, as in the paper.
 """
 
 
@@ -63,7 +63,7 @@ def rate_tables(run: Run) -> list[Table]:
         rows = [
             (f"{choice.dataset}: {choice.method}", (*_entries(choice, rates), Entry(choice.rate))) for choice in own
         ]
-        notes = ["Mean log-probability of the right label's tokens on train rows that were not trained on."]
+        notes = ["The fine-tuning loss, negated, on demonstrations that were not trained on: log-likelihood a token."]
         if edge := [f"{choice.dataset}: {choice.method}" for choice in own if choice.at_edge]:
             notes.append(f"Best at the edge of the grid, a wider one (vary.lr) may find better: {', '.join(edge)}.")
         columns = (*(f"{rate:g}" for rate in rates), "chosen rate")
