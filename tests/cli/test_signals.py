@@ -73,6 +73,23 @@ commands.main(["report"])
     assert (done.returncode, done.stderr) == (143, "terminated; what is finished is kept\n")
 
 
+def test_a_signal_that_comes_inside_a_callback_is_not_lost():
+    script = """
+import os, signal, time, weakref
+from fairseq_icl import commands
+class Thing: pass
+def run(words):
+    thing = Thing()
+    watch = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del thing  # the callback runs here, and what it raises Python only prints
+    time.sleep(60)
+commands.run = run
+commands.main(["report"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (143, "terminated; what is finished is kept\n")
+
+
 def test_a_reader_that_stops_reading_is_no_error(world, tmp_path):
     out = tmp_path / "run"
     succeeded(run("fairseq-icl", "replicate", *settings(world, out, *CELLS)))

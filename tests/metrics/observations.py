@@ -26,6 +26,7 @@ def random_observation(
         query_length=length,
         query_vector=torch.randn(n, layers, width, generator=own),
         context_row=torch.randn(n, layers, 12, generator=own),
+        label_prior=torch.randn(options, generator=own).log_softmax(-1).repeat(n, 1),
     )
 
 

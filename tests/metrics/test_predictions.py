@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from fairseq_icl.metrics import Ratio, predictions
 from fairseq_icl.observing.observation import Observation
+from fairseq_icl.results.bootstrap import bootstrap_auc, resampling_counts
 from tests.metrics.observations import random_observation, triples
 
 
@@ -91,3 +93,62 @@ def test_identical_icl_and_ft_agree_completely(triple):
     zsl, icl, _ = triple
     ratio = predictions.rpa_same_label(zsl, icl, icl)
     assert torch.equal(ratio.numerator, ratio.denominator)
+
+
+def area(observation: Observation) -> float:
+    ranking = predictions.auc(observation)
+    assert ranking is not None
+    counts = resampling_counts(len(observation))
+    return float(bootstrap_auc(ranking.scores.numpy(), ranking.is_class.numpy(), counts).value)
+
+
+def test_auc_is_the_share_of_pairs_that_are_ranked_rightly():
+    gold, first = torch.tensor([0, 0, 1, 1]), torch.tensor([0.9, 0.3, 0.4, 0.3])
+    observation = replace(
+        random_observation(n=4, options=2), gold=gold, option_logprobs=torch.stack([first, 1 - first], 1).log()
+    )
+    # (0.9 > 0.4), (0.9 > 0.3), (0.3 < 0.4), (0.3 = 0.3), and the same for the other class
+    assert area(observation) == 2.5 / 4
+
+
+def test_auc_with_three_classes_is_the_mean_over_those_that_occur():
+    observation = replace(random_observation(n=30, options=4), gold=torch.arange(30) % 3)
+    scores = observation.option_logprobs.double().log_softmax(1)
+    areas = []
+    for label in range(3):
+        inside, outside = scores[observation.gold == label, label], scores[observation.gold != label, label]
+        pairs = [(a > b) + 0.5 * (a == b) for a in inside.tolist() for b in outside.tolist()]
+        areas.append(sum(pairs) / len(pairs))
+    assert abs(area(observation) - sum(areas) / 3) < 1e-12
+
+
+@given(st.floats(-20, 20), st.integers(0, 50))
+def test_a_preferred_word_changes_accuracy_but_neither_auc_nor_calibrated_accuracy(bias, seed):
+    plain = random_observation(seed, n=12, options=2)
+    shift = torch.tensor([bias, 0.0])
+    biased = replace(plain, option_logprobs=plain.option_logprobs + shift, label_prior=plain.label_prior + shift)
+    assert abs(area(biased) - area(plain)) < 0.03  # rounding may tie two scores
+    assert torch.equal(predictions.accuracy_calibrated(biased), predictions.accuracy_calibrated(plain))
+
+
+def test_calibration_takes_the_label_that_gains_most_over_its_prior():
+    log = torch.tensor([[0.8, 0.2], [0.95, 0.05]]).log()
+    observation = replace(
+        random_observation(n=2, options=2),
+        gold=torch.tensor([1, 0]),
+        option_logprobs=log,
+        label_prior=torch.tensor([[0.9, 0.1]]).log().repeat(2, 1),
+    )
+    assert predictions.accuracy_calibrated(observation).tolist() == [1, 1]
+
+
+def test_without_classes_there_is_no_bias_to_take_away():
+    observation = replace(random_observation(), label_prior=None)
+    assert predictions.auc(observation) is None
+    assert predictions.accuracy_calibrated(observation) is None
+
+
+def test_log_likelihood_is_that_of_the_right_option():
+    observation = random_observation(n=5)
+    expected = [observation.option_logprobs[i, gold].item() for i, gold in enumerate(observation.gold.tolist())]
+    assert predictions.log_likelihood(observation).tolist() == expected

@@ -151,3 +151,53 @@ def test_switched_labels_of_fine_tuning_leave_icl_alone():
     by_variant = {c.variant: c.observed("icl") for c in cells}
     assert by_variant["switch_labels=finetuning switch_fraction=1"] == by_variant[""]
     assert by_variant["switch_labels=both switch_fraction=1"] != by_variant[""]
+
+
+def test_a_model_brings_its_own_learning_rates():
+    rates = "++model.learning_rates={sst2:{gd:0.5,lcgd:0.25},mr:0.125}"
+    chosen = ("experiment=deutch2024", "init=pretrained", "seed=3")
+    cells = {(c.dataset, c.method): c for c in plan(*chosen, "dataset=[sst2,mr]", rates)}
+    assert cells["sst2", "gd"].settings.lr == 0.5
+    assert cells["sst2", "lcgd"].settings.lr == 0.25
+    assert {cells["mr", method].settings.lr for method in ("gd", "lcgd", "alpha")} == {0.125}
+    assert {c.settings.lr for c in plan(*chosen, "dataset=sst2", rates, "lr=0.01")} == {0.01}
+
+
+def test_a_cell_that_compares_two_methods_takes_the_models_that_their_own_cells_have():
+    rates = "++model.learning_rates={sst2:{gd:0.5,lcgd:0.25}}"
+    cells = {c.method: c for c in plan("experiment=deutch2024", "init=pretrained", "seed=3", "dataset=sst2", rates)}
+    alpha = cells["alpha"]
+    assert alpha.settings.lr is None
+    assert alpha.configuration()["rates"] == {"gd": 0.5, "lcgd": 0.25}
+    for method in ("gd", "lcgd"):
+        assert alpha.changed(method=method) == cells[method]
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ("{mr:0.1}", "no rate for sst2"),
+        ("{sst2:{lcgd:0.1}}", "no learning rate for method gd in model.learning_rates"),
+        ("{sst2:-1}", "lr=-1: must be at least 0"),
+        ("{sst2:{gd:fast}}", "lr=fast: must be a number"),
+        ("3", "model.learning_rates=3: must be a mapping"),
+    ],
+)
+def test_rates_that_do_not_fit_are_told(rates, message):
+    with pytest.raises(UserError, match=message):
+        plan("experiment=deutch2024", "dataset=sst2", "method=gd", f"++model.learning_rates={rates}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name: x", "it needs at least the line path"),
+        ("path: model.pt\nrates: 3", "unknown key rates"),
+        ("path: model.pt\npath: other.pt", "path"),
+    ],
+)
+def test_a_models_yaml_file_is_checked(tmp_path, content, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        plan("experiment=deutch2024", f"model={path}")
