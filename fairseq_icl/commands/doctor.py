@@ -18,6 +18,7 @@ from fairseq_icl.models.checkpoints import base_reference, language_model_config
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
 from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
+from fairseq_icl.models.reference import TOLERANCE, has_reference, largest_difference, write_reference
 
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"
@@ -47,8 +48,28 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--text", default=TEXT, help="text for the tokenizer's round trip and the continuation")
     parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
+    parser.add_argument(
+        "--write-reference",
+        action="store_true",
+        help="store transformers' numbers in the Hugging Face folder, by which it can be checked anywhere",
+    )
+    parser.add_argument(
+        "--check-reference", action="store_true", help="it is a problem if there are no such numbers to compare with"
+    )
     arguments = parser.parse_args(argv)
-    findings = examine(arguments.folder, arguments.text, continuation=not arguments.no_continuation)
+    if arguments.write_reference or arguments.check_reference:
+        if not is_hugging_face(arguments.folder):
+            raise UserError(f"{arguments.folder}: not a Hugging Face folder; references are for those alone")
+        if arguments.no_continuation:
+            raise UserError("--no-continuation: a reference is compared with the weights; leave it out")
+    if arguments.write_reference:
+        print(f"wrote {write_reference(read_folder(arguments.folder))}")
+    findings = examine(
+        arguments.folder,
+        arguments.text,
+        continuation=not arguments.no_continuation,
+        reference=arguments.check_reference,
+    )
     print(f"{arguments.folder}")
     print("\n".join(findings.lines))
     if findings.problems:
@@ -60,11 +81,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def examine(place: Path, text: str = TEXT, *, continuation: bool = True) -> Findings:
-    """Look at everything in turn; a part that cannot be judged without an earlier one is left out."""
+def examine(place: Path, text: str = TEXT, *, continuation: bool = True, reference: bool = False) -> Findings:
+    """Look at everything in turn; a part that cannot be judged without an earlier one is left out.
+
+    `reference`: a Hugging Face folder must have numbers to be compared with.
+    """
     findings = Findings()
     if is_hugging_face(place):
-        _examine_folder(findings, place, text, continuation=continuation)
+        _examine_folder(findings, place, text, continuation=continuation, reference=reference)
         return findings
     checkpoint = place if place.is_file() else place / "model.pt"
     state = _try(findings, "checkpoint", lambda: read_checkpoint(checkpoint))
@@ -72,8 +96,8 @@ def examine(place: Path, text: str = TEXT, *, continuation: bool = True) -> Find
         return findings
     if _try(findings, "checkpoint", lambda: [base_reference(state)]) is None:
         return findings
-    if reference := base_reference(state):
-        findings.good("checkpoint", f"fine-tuned: {len(state['model'])} trained tensors over {reference['path']}")
+    if base := base_reference(state):
+        findings.good("checkpoint", f"fine-tuned: {len(state['model'])} trained tensors over {base['path']}")
         return findings
     _describe_model(findings, state, checkpoint)
     dictionary = _try(findings, "dictionary", lambda: load_dictionary(checkpoint.parent / "dict.txt"))
@@ -157,7 +181,7 @@ def _find_tokenizer(findings: Findings, folder: Path, dictionary: Dictionary, te
     return None
 
 
-def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation: bool) -> None:
+def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation: bool, reference: bool) -> None:
     """A Hugging Face folder: config.json, tokenizer, how prompts are written, weights."""
     model = _try(findings, "config.json", lambda: read_folder(folder))
     if model is None:
@@ -183,6 +207,20 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
         findings.good("weights", f"complete and finite: {total:,} parameters, {biases} key and value biases")
         following = next_tokens(decoder.eval(), model.dictionary, model.encode_line(text))
         findings.good("continuation", repr(model.decode(following)))
+        if reference or has_reference(model):
+            _compare_reference(findings, model, decoder)
+
+
+def _compare_reference(findings: Findings, model: HFModel, decoder: FairseqDecoder) -> None:
+    compared = _try(findings, "reference", lambda: largest_difference(model, decoder))
+    if compared is None:
+        return
+    difference, made_by = compared
+    text = f"log-probabilities differ by at most {difference:.1e} from those of {made_by}"
+    if difference <= TOLERANCE:
+        findings.good("reference", text)
+    else:
+        findings.bad("reference", f"{text}, more than {TOLERANCE:g}: do not use this model, and report it")
 
 
 def _describe_writing(findings: Findings, model: HFModel, text: str) -> bool:
