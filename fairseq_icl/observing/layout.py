@@ -1,9 +1,10 @@
 """Which queries make a batch, which sequences it needs, where each option's score is read, which token is recorded.
 
-Single-token options need one sequence a query: every option is scored by the logits before the label. Otherwise each
-option has its own sequence. Positions count from the first token after the context.
+A query's options share every sequence that they can (`sequences_of`): one is enough for labels of a single token, which
+are all scored by the logits before the label. Positions count from the first token after the context.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.prompts import Tokens
 from fairseq_icl.prompts.build import Query
 
 MAX_TOKENS = 512
@@ -30,7 +32,7 @@ def plan_batches(
     batches: list[list[int]] = []
     num_sequences = 0
     for index in sorted(range(len(queries)), key=lambda index: (lengths[index], index)):
-        own = 1 if queries[index].single_token else len(queries[index].labels)
+        own = len(sequences_of(queries[index], "option0"))
         num_sequences += own
         is_full = bool(batches) and len(batches[-1]) == max_queries
         if not batches or is_full or num_sequences * lengths[index] > max_tokens:
@@ -44,7 +46,7 @@ def plan_batches(
 class Layout:
     """One batch: B sequences for n queries, R rows of logits to read, E (query, option, label token) entries."""
 
-    sequences: tuple[tuple[int, ...], ...]  # B sequences: input, then what is needed of a label
+    sequences: tuple[Tokens, ...]  # B sequences: input, then what is needed of a label
     num_options: Tensor  # (n,)
     logit_sequence: Tensor  # (R,) sequence whose logits are read
     logit_position: Tensor  # (R,) at which of its tokens
@@ -81,19 +83,23 @@ def filled_up(sequences: Sequence[Sequence[int]]) -> Tensor:
     return filled
 
 
-def sequences_of(query: Query, position: str) -> list[tuple[int, ...]]:
-    """The sequences that must be run for one query, without the context."""
-    if not query.single_token:
-        return [tokens + label for tokens, label in zip(query.inputs, query.labels, strict=True)]
-    if position == "query":
-        return [query.inputs[0]]
-    return [query.inputs[0] + query.labels[query.gold if position == "gold" else 0]]
+def sequences_of(query: Query, position: str) -> list[Tokens]:
+    """The sequences that must be run for one query, without the context, in alphabetical order.
+
+    Every token of every label needs the logits after what stands before it. What is the beginning of another sequence
+    is not run by itself, so labels of one token need a single sequence, and long labels share what they have in common.
+    """
+    needed = {tokens + label[:-1] for tokens, label in zip(query.inputs, query.labels, strict=True)}
+    ordered = sorted(needed | {_recorded(query, position)})
+    # In this order a sequence stands right before the first one that begins with it.
+    following = [*ordered[1:], ()]
+    return [one for one, after in zip(ordered, following, strict=True) if after[: len(one)] != one]
 
 
 def lay_out(queries: Sequence[Query], position: str) -> Layout:
     """The layout of one batch of queries."""
-    sequences: list[tuple[int, ...]] = []
-    logit_rows: list[tuple[int, int]] = []
+    sequences: list[Tokens] = []
+    logit_rows: dict[tuple[int, int], int] = {}  # sequence and position -> row
     entries: list[tuple[int, int, int, int]] = []
     recorded: list[tuple[int, int]] = []
     for number, query in enumerate(queries):
@@ -101,19 +107,17 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
             raise UserError(
                 f"row {query.row}: an input or a label has no tokens; check the template and the label words"
             )
-        first = len(sequences)
-        sequences += sequences_of(query, position)
-        recorded.append(_recorded(query, position, first))
-        if query.single_token:
-            entries += [(number, option, len(logit_rows), label[0]) for option, label in enumerate(query.labels)]
-            logit_rows.append((first, len(query.inputs[0]) - 1))
-            continue
+        own, first = sequences_of(query, position), len(sequences)
+        sequences += own
+        shown = _recorded(query, position)
+        recorded.append((first + bisect_left(own, shown), len(shown) - 1))
         for option, (tokens, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
             for offset, token in enumerate(label):
-                entries.append((number, option, len(logit_rows), token))
-                logit_rows.append((first + option, len(tokens) - 1 + offset))
+                before = tokens + label[:offset]
+                place = (first + bisect_left(own, before), len(before) - 1)  # the first one that begins with it
+                entries.append((number, option, logit_rows.setdefault(place, len(logit_rows)), token))
     weights = [1 / len(queries[number].labels[option]) for number, option, _, _ in entries]
-    logit_sequence, logit_position = torch.tensor(logit_rows).unbind(1)
+    logit_sequence, logit_position = torch.tensor(list(logit_rows)).unbind(1)
     entry_query, entry_option, entry_logits, entry_token = torch.tensor(entries).unbind(1)
     recorded_sequence, recorded_position = torch.tensor(recorded).unbind(1)
     return Layout(
@@ -131,10 +135,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
     )
 
 
-def _recorded(query: Query, position: str, first: int) -> tuple[int, int]:
-    """Sequence and position of the recorded token of one query whose sequences start at number `first`."""
+def _recorded(query: Query, position: str) -> Tokens:
+    """The tokens up to the one of which activations are recorded."""
     option = query.gold if position == "gold" else 0
-    length = len(query.inputs[option])
-    if position != "query":
-        length += len(query.labels[option])
-    return (first if query.single_token else first + option, length - 1)
+    return query.inputs[option] + (() if position == "query" else query.labels[option])

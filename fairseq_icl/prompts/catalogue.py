@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -184,8 +185,10 @@ def _check_together(spec: DatasetSpec, check: "_Checker") -> None:
     number = len(spec.label_words) or len(spec.options_from)
     if spec.label_names and len(spec.label_names) != number:
         check.fail(f"label_names has {len(spec.label_names)} entries for {number} labels")
-    if duplicates := [x for words in (spec.label_words, spec.label_names) for x in set(words) if words.count(x) > 1]:
-        check.fail(f"label {duplicates[0]!r} stands twice in label_words or label_names")
+    for words in (spec.label_words, spec.label_names):
+        word, number = next(iter(Counter(words).most_common(1)), ("", 0))
+        if number > 1:
+            check.fail(f"label {word!r} stands twice in label_words or label_names")
     if unknown := set(spec.splits) - {"train", "valid"}:
         check.fail(f"splits.{min(unknown)}: only train and valid are used")
     if unknown := set(spec.cut) - set(spec.fields):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fairseq_icl.observing.layout import lay_out, plan_batches
+from fairseq_icl.observing.layout import lay_out, plan_batches, sequences_of
 from fairseq_icl.prompts.build import Query
 from tests.observing.tiny import make_queries
 
@@ -19,7 +19,8 @@ def test_plan_sorts_by_length_and_bounds_the_tokens() -> None:
     lengths = [longest_of(queries[index]) for index in order]
     assert lengths == sorted(lengths)
     for batch in batches:
-        assert len(batch) == 1 or 3 * len(batch) * longest_of(queries[batch[-1]]) <= 60
+        sequences = sum(len(sequences_of(queries[index], "option0")) for index in batch)
+        assert len(batch) == 1 or sequences * longest_of(queries[batch[-1]]) <= 60
 
 
 @pytest.mark.parametrize("kind", ["single", "multi", "inputs"])
@@ -34,8 +35,32 @@ def test_plan_bounds_the_number_of_queries(kind: str) -> None:
 def test_queries_with_one_token_labels_count_as_one_sequence() -> None:
     query = Query(0, 0, ((5, 6, 7),) * 4, ((8,), (9,), (10,), (11,)))
     assert [len(batch) for batch in plan_batches([query] * 10, max_tokens=16)] == [4, 4, 2]
-    several = Query(0, 0, ((5, 6),) * 4, ((8, 9), (9,), (10,), (11,)))
+    several = Query(0, 0, ((5, 6),) * 4, ((8, 9), (9, 8), (10, 9), (11, 7)))
     assert [len(batch) for batch in plan_batches([several] * 10, max_tokens=32)] == [2] * 5
+
+
+def test_labels_share_the_sequences_that_begin_alike() -> None:
+    query = Query(0, 1, ((5, 6),) * 4, ((8, 9, 1), (8, 9, 2), (8, 3), (4,)))
+    assert sequences_of(query, "option0") == [(5, 6, 8, 9, 1)]
+    assert sequences_of(query, "gold") == [(5, 6, 8, 9, 2)]
+    assert sequences_of(query, "query") == [(5, 6, 8, 9)]
+    own_inputs = Query(0, 0, ((5, 6), (5, 7)), ((8, 9), (8, 9)))
+    assert sequences_of(own_inputs, "query") == [(5, 6, 8), (5, 7, 8)]
+    layout = lay_out([own_inputs, query], "option0")
+    assert layout.sequences == ((5, 6, 8, 9), (5, 7, 8), (5, 6, 8, 9, 1))
+    assert list(zip(layout.logit_sequence.tolist(), layout.logit_position.tolist(), strict=True)) == [
+        *[(0, 1), (0, 2), (1, 1), (1, 2)],
+        *[(2, 1), (2, 2), (2, 3)],
+    ]
+    assert layout.entry_logits.tolist() == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5, 4]
+    assert layout.recorded_sequence.tolist() == [0, 2]
+    assert layout.recorded_position.tolist() == [3, 4]
+
+
+def test_thousands_of_labels_need_few_sequences() -> None:
+    labels = tuple((first, second) for first in range(100, 150) for second in range(100))
+    query = Query(0, 0, ((5, 6),) * len(labels), labels)
+    assert len(sequences_of(query, "option0")) == 50
 
 
 def test_a_query_longer_than_a_batch_is_one_alone() -> None:
