@@ -4,7 +4,8 @@ import multiprocessing
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_CODE = 2
@@ -15,6 +16,17 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))  # what a file or a setting holds may have several
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Errors raised inside get the file's name in front, unless they name it already."""
+    try:
+        yield
+    except UserError as error:
+        if place in str(error):
+            raise
+        raise UserError(f"{place}: {error}") from error
 
 
 def find_user_error(error: BaseException | None) -> str | None:

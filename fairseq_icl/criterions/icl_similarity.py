@@ -18,7 +18,7 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from fairseq_icl.compat import flags_of
-from fairseq_icl.errors import UserError
+from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models import Model
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.models.hugging_face import is_hugging_face
@@ -195,8 +195,9 @@ class ICLSimilarity(FairseqCriterion):
 def method_of(path: str | None) -> str:
     """The name of the method that a checkpoint was fine-tuned with; none for a base checkpoint."""
     state = read_checkpoint(path) if path and not is_hugging_face(path) else {}
-    if base_reference(state) is None:
-        return "none"
+    with naming(str(path)):
+        if base_reference(state) is None:
+            return "none"
     config = state.get("cfg")
     if not isinstance(config, dict):
         raise UserError(f"{path}: a fine-tuned checkpoint without its 'cfg': it was altered; train again")
@@ -206,7 +207,8 @@ def method_of(path: str | None) -> str:
 def read_other(path: str, task: Any) -> dict[str, Tensor]:
     """The weights of a second fine-tuned checkpoint, which must have the same base and kind as the task's."""
     state = read_checkpoint(path)
-    reference = base_reference(state)
+    with naming(path):
+        reference = base_reference(state)
     if reference is None or reference["sha256"] != task.files.sha256:
         raise UserError(f"--other-finetuned {path}: not fine-tuned from the same base model")
     if bool(state["task_state"].get("linearized")) != bool(task.cfg.linearize):

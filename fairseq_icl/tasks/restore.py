@@ -11,7 +11,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from torch import Tensor
 
 from fairseq_icl.compat import TASK
-from fairseq_icl.errors import UserError
+from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.models.pretrained_lm import PretrainedLMConfig
@@ -33,7 +33,8 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
     which only architecture and weights count, so that `args` and `cfg` files of one model cannot differ.
     """
     state = {} if is_hugging_face(path) else read_checkpoint(path)
-    reference = base_reference(state)
+    with naming(path):
+        reference = base_reference(state)
     saved = saved_settings(state, path) if reference else {}
     task_options = _options(DemonstrationPromptingConfig, saved.get("task"), flags)
     if reference and not flags.get("base_model"):
@@ -52,10 +53,11 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
         }
     )
     task = tasks.setup_task(cfg.task)
-    if reference:
+    if not reference:
+        return [task.build_model(cfg.model)], cfg, task
+    with naming(path):
         task.load_state_dict({**state["task_state"], QUERIES: training_queries(state, path)})
-    model = task.build_model(cfg.model)
-    if reference:
+        model = task.build_model(cfg.model)
         model.load_state_dict(state["model"])
         _check_queries(task.training_queries, model, path)
     return [model], cfg, task

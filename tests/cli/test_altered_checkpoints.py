@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairseq_icl import tasks as _tasks  # noqa: F401 - registers the task with fairseq
-from fairseq_icl.criterions.icl_similarity import method_of
+from fairseq_icl.criterions.icl_similarity import check_same_names, method_of, read_other
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import read_checkpoint
 from fairseq_icl.tasks.restore import restore
@@ -93,6 +93,9 @@ ALTERATIONS = {
     "tokenizer unknown": put("cfg", "task", "bpe", value="bogus"),
 }
 
+OF_ANOTHER_FILE = ("tokenizer unknown", "criterion unknown")
+"""Faults that are told as those of the options that the checkpoint brings."""
+
 
 def altered(path: Path, alter: Callable[[State], None], folder: Path) -> Path:
     """A copy of a checkpoint with something else in it."""
@@ -115,11 +118,27 @@ def test_every_fault_is_one_line(finetuned: Path, tmp_path: Path, name: str):
     with pytest.raises(UserError) as caught:
         use(str(path))
     assert len(str(caught.value)) < 500
+    if name not in OF_ANOTHER_FILE:
+        assert "altered.pt" in str(caught.value)
 
 
 def test_without_its_state_it_is_no_fine_tuned_checkpoint(world: World, finetuned: Path, tmp_path: Path):
     path = altered(finetuned, drop("task_state"), tmp_path)
     assert_one_clear_line(world.validate(path, dict=world.dictionary), "altered.pt")
+
+
+def test_a_second_checkpoint_must_belong_to_the_same_base(world: World, finetuned: Path, tmp_path: Path):
+    (model,), _, task = restore(str(finetuned), {"criterion": None})
+    for alter, part in (
+        (put("task_state", "base", "sha256", value="0" * 64), "not fine-tuned from the same base"),
+        (put("task_state", "base", value="model.pt"), "altered.pt: the fine-tuned checkpoint does not name its base"),
+        (put("task_state", "linearized", value=True), "one of the two models is linearized"),
+        (drop("model", WEIGHT), "trained different parameters"),
+    ):
+        other = altered(finetuned, alter, tmp_path)
+        with pytest.raises(UserError, match=part):
+            check_same_names(read_other(str(other), task), model)
+    assert_one_clear_line(world.validate(finetuned, "--other-finetuned", other), "different parameters", WEIGHT)
 
 
 def test_a_checkpoint_does_not_choose_what_is_written(world: World, finetuned: Path, tmp_path: Path):
