@@ -98,3 +98,11 @@ def test_full_disk_leaves_no_half_written_checkpoint(world: World, tmp_path: Pat
 
 def test_unknown_command_lists_the_known_ones():
     assert_one_clear_line(run("fairseq-icl", "replay"), "replay", "replicate", "doctor")
+
+
+@pytest.mark.parametrize("content", ["version: &a [*a]\n", "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"])
+def test_a_yaml_bomb_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bomb.yaml"
+    path.write_text(content)
+    for command in (("datasets", path), ("replicate", "experiment=demo", f"model={path}", "data=demo")):
+        assert_one_clear_line(run("fairseq-icl", *command), "bomb.yaml", "aliases (*name) are not allowed")
