@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,3 +311,29 @@ def test_the_doctor_refuses_in_one_line(
     assert len(problems) == 1
     assert words in problems[0]
     assert not (folder / "owned").exists()
+
+
+MEASURE = """
+import resource, sys
+import torch
+from fairseq_icl import api, load_model
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.ones(64, 64) @ torch.ones(64, 64)
+before = peak()
+sizes = [4 * p.numel() for p in load_model(sys.argv[1]).lm.parameters()]
+print(peak() - before, sum(sizes), max(sizes))
+"""
+
+
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.float16])
+def test_loading_takes_little_more_than_the_weights(tmp_path: Path, saved_as: torch.dtype) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
+    folder = save(reference_model("llama", **shape).to(saved_as), tmp_path / "model", max_shard_size="40MB")
+    command = [sys.executable, "-c", MEASURE, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    grown, weights, largest = map(int, done.stdout.split())
+    assert weights > 150 * 2**20
+    assert grown < 1.1 * weights + largest + 20 * 2**20  # and what Python itself takes
