@@ -20,7 +20,7 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 
-ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row")
+ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row", "depth_scores")
 PRECISIONS = {"half": torch.float16, "single": torch.float32}
 FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
@@ -39,6 +39,7 @@ class Observation:
     query_length: Tensor  # (n,) how many of the Q columns, from the right, are real
     query_vector: Tensor  # (n, L, d) scaled by head_dim ** -0.5, heads concatenated
     context_row: Tensor | None = None  # (n, L, P) scores over the context, summed over the heads
+    depth_scores: Tensor | None = None  # (n, L, C) of the model cut after each layer; the last is option_logprobs
     training_queries: Mapping[int, Tensor] | None = None
     """Of a fine-tuned model: row of the train file -> query vectors (L, tokens, d) recorded before learning from it."""
     method: str = "none"
@@ -70,7 +71,7 @@ def concatenate(observations: Sequence[Observation]) -> Observation:
         values = [getattr(part, name) for part in observations]
         if name == "attention_row":
             values = [F.pad(value, (columns - value.size(-1), 0)) for value in values]
-        if name == "option_logprobs":
+        if name in ("option_logprobs", "depth_scores"):
             values = [F.pad(value, (0, options - value.size(-1)), value=-torch.inf) for value in values]
         joined[name] = torch.cat(values)
     return replace(observations[0], **joined)

@@ -78,15 +78,15 @@ def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
     return Prefix(len(context), tuple(keys), tuple(values))
 
 
-def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> Tensor:
-    """Decoder features of sequences (B, T) that each follow the prefix: (B, T, d)."""
+def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> tuple[Tensor, list[Tensor]]:
+    """Decoder features (B, T, d) of sequences (B, T) that each follow the prefix, and its inner states, (T, B, d)."""
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         return joint_attention(module, x, prefix.length, prefix.keys[layer], prefix.values[layer])[0]
 
     with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length):
-        features: Tensor = decoder.extract_features(tokens, None)[0]
-    return features
+        features, extra = decoder.extract_features(tokens, None)
+    return features, extra["inner_states"]
 
 
 def with_slot(tokens: Tensor) -> Tensor:
