@@ -156,6 +156,13 @@ class Settings:
         (CONTEXT, FINETUNING),
         high=4,
     )
+    demonstrations: str = setting(
+        "first",
+        "which rows of the train file are demonstrations: first (the first k of the shuffled file, as the authors), "
+        "balanced (the first of each class, as many of one as of another), or a file of row numbers, one in a line, "
+        "from 0, of which the first k are taken in the file's order",
+        (CONTEXT, FINETUNING),
+    )
     limit: int | None = setting(
         None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1
     )

@@ -107,7 +107,8 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
             f"{train[0].place[0]}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} "
             "rows; lower num_demonstrations"
         )
-    rows = [train[i] for i in sampling.shuffled(len(train), settings.seed)[:k]]
+    golds = [row.gold for row in train]
+    rows = [train[i] for i in sampling.demonstration_rows(golds, spec.label_words, settings)]
     shown, trained = _draw_labels(rows, settings)
     demonstrations = [encoder.query(row) for row in rows]
 
