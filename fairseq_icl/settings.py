@@ -167,6 +167,14 @@ class Settings:
         None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1
     )
     max_validation: int = setting(2000, "cap of the validation set; the authors keep 2000 rows", PROMPTS, low=1)
+    curve_examples: int = setting(
+        0,
+        "also measure after each demonstration, ICL with so many against fine-tuning after so many, on the first N "
+        "validation examples (0: not at all)",
+        (METRICS,),
+        low=0,
+        flag_of=(),
+    )
     missing_class: str = setting(
         "warn",
         "what to do if no demonstration in the prompt has one of the labels; the authors do not look",

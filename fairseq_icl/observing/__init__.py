@@ -47,9 +47,13 @@ def observe(
     queries = prompts.queries[:limit]
     if not queries:
         raise UserError(f"limit={limit}: there is no query to observe; give at least 1")
-    observer = Observer(model, prompts, in_context=in_context)
+    return observe_all(Observer(model, prompts, in_context=in_context), queries, progress)
+
+
+def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool = False) -> Observation:
+    """What the observer sees on all queries, in their order."""
     batches = plan_batches(queries)
-    shown = tqdm(batches, desc="ICL" if in_context else "ZSL or FT", unit="batch", disable=not progress)
+    shown = tqdm(batches, desc="ICL" if observer.in_context else "ZSL or FT", unit="batch", disable=not progress)
     parts = [observer([queries[index] for index in batch]) for batch in shown]
     order = torch.tensor([index for batch in batches for index in batch]).argsort()
     return concatenate(parts).take(order)
@@ -70,17 +74,19 @@ class Observer:
         context_row: bool | None = None,
         whole_prompt: bool = False,
         by_depth: bool = True,
+        prefix: Prefix | None = None,
     ) -> None:
         """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: do not use a prefix.
 
-        `by_depth`: also score the options after every layer.
+        `by_depth`: also score the options after every layer. `prefix`: the context's keys and values, if they are there
+        already.
         """
         self.model, self.prompts = model, prompts
         self.context = prompts.context if in_context else prompts.start
         self.context_row = in_context if context_row is None else context_row
-        self.by_depth = by_depth
+        self.in_context, self.by_depth = in_context, by_depth
         self._in_context = in_context and not whole_prompt
-        self._prefix: Prefix | None = None
+        self._prefix = prefix
 
     @property
     def prefix(self) -> Prefix | None:

@@ -86,7 +86,7 @@ def test_mistakes_in_a_file_are_told_with_their_line(tmp_path: Path, text: str, 
 
 def test_a_file_that_is_not_there_is_told_with_the_choices(tmp_path: Path) -> None:
     write_sentiment(tmp_path)
-    with pytest.raises(UserError, match="demonstrations=balancd: cannot be read.*first, balanced, or a text file"):
+    with pytest.raises(UserError, match=r"demonstrations=balancd: cannot be read.*first, balanced, or a text file"):
         build(tmp_path, demonstrations="balancd")
 
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
+from fairseq_icl.replication.report.dynamics import dynamics
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.results.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
 
@@ -220,6 +221,7 @@ FIGURES = (
     _alpha,
     accuracy_by_depth,
     short_circuits,
+    dynamics,
     _partition,
     _gradient_norms,
     accuracy_by_k,
