@@ -5,9 +5,9 @@
         ft = observe(tuned, prompts)
     table = curve.finish(ft)
 
-The demonstrations run once: the prefix grows by one at a time, as the fine-tuned weights do. What cannot be shared is the
-queries, which every j sees anew, so a curve is measured on the first `examples` of them. Its last point is that part
-of the plain run's own observations.
+The demonstrations run once: the prefix grows by one at a time, as the fine-tuned weights do. What cannot be shared is
+the queries, which every j sees anew, so a curve is measured on the first `examples` of them. Its last point is that
+part of the plain run's own observations.
 """
 
 from dataclasses import replace

@@ -51,8 +51,8 @@ def _figure(
         ax.set_ylabel(f"{name} ({unit})")
     legend_below(figure, axes)
     caption = (
-        f"{model}. ICL with the first j demonstrations in the prompt, and the model fine-tuned on them one by one, after "
-        "j steps. On the first curve_examples validation examples; error bars: standard deviation over seeds."
+        f"{model}. ICL with the first j demonstrations in the prompt, and the model fine-tuned on them one by one, "
+        "after j steps. On the first curve_examples validation examples; error bars: standard deviation over seeds."
     )
     return Drawing(f"dynamics_{short}_{model}", f"Dynamics: {name} after each demonstration", caption, figure)
 
