@@ -312,7 +312,7 @@ def flags_of(component: str) -> list[tuple[str, Any, Any]]:
     """
     flags = []
     for known in SETTINGS.values():
-        if known.flag_of == component:
+        if known.is_flag_of(component):
             kind: Any = ChoiceEnum(list(known.choices)) if known.choices else known.kind
             text, default = known.help, known.default
             if known.is_reading:

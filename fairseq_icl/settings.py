@@ -51,7 +51,8 @@ class Setting:
     high: float | None
     pattern: str
     """Regular expression of the texts allowed; "": any that can be printed."""
-    flag_of: str
+    flag_of: tuple[str, ...]
+    """The task, fairseq, or the criterions that have a flag of this name."""
     only_if: Mapping[str, Condition]
     """Stage -> when the setting affects it; a stage that is not here is affected always."""
 
@@ -90,6 +91,10 @@ class Setting:
         if self.high is not None and value > self.high:
             return f"must be at most {self.high:g}"
         return None
+
+    def is_flag_of(self, *components: str) -> bool:
+        """Whether one of the components has a flag of this name."""
+        return any(component in self.flag_of for component in components)
 
     def affects_any(self, stages: Iterable[str], settings: "Settings") -> bool:
         """Whether, with these `settings`, the value makes a difference to one of the stages."""
@@ -164,10 +169,26 @@ class Settings:
         PROMPTS,
         choices=("validation", "train"),
     )
+    demonstrations: str = setting(
+        "first",
+        "which rows of the train file are demonstrations: first (the first k of the shuffled file, as the authors), "
+        "balanced (the first of each class, as many of one as of another), or a file of row numbers, one in a line, "
+        "from 0, of which the first k are taken in the file's order",
+        PROMPTS,
+        only_if={QUERIES: _asks_about_train_rows},
+    )
     limit: int | None = setting(
         None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1
     )
     max_validation: int = setting(2000, "cap of the validation set; the authors keep 2000 rows", PROMPTS, low=1)
+    curve_examples: int = setting(
+        0,
+        "also measure after each demonstration, ICL with so many against fine-tuning after so many, on the first N "
+        "validation examples (0: not at all)",
+        (METRICS,),
+        low=0,
+        flag_of=(),
+    )
     missing_class: str = setting(
         "warn",
         "what to do if no demonstration in the prompt has one of the labels; the authors do not look",
@@ -224,10 +245,11 @@ class Settings:
     )
     layers: str | None = setting(
         None,
-        "layer-causal training: layers that get a loss, counted from 0: one (3), a range (0-11) or from one up (2-)",
+        "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut. Counted "
+        "from 0: one (3), a range (0-11) or from one up (2-)",
         (TRAINING,),
         pattern=r"\s*\d+\s*(-\s*\d*)?\s*",
-        flag_of="layer_causal_ce",
+        flag_of=("layer_causal_ce", "short_circuit_ce"),
     )
     switch_labels: str = setting(
         "none",
@@ -360,6 +382,7 @@ def _declared() -> dict[str, Setting]:
     for entry in fields(Settings):
         facts: dict[str, Any] = {"choices": (), "paper": None, "low": None, "high": None, "pattern": ""}
         facts |= {"flag_of": FLAG_OF_TASK, "only_if": {}} | dict(entry.metadata)
+        facts["flag_of"] = (facts["flag_of"],) if isinstance(facts["flag_of"], str) else facts["flag_of"]
         kinds = get_args(entry.type) or (entry.type,)
         optional = type(None) in kinds
         declared[entry.name] = Setting(entry.name, kinds[0], entry.default, optional=optional, **facts)

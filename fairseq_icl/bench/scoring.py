@@ -58,12 +58,15 @@ def measure_scoring(
     for setting in settings:
         in_context = setting == "icl"
         observer = Observer(model, prompts, in_context=in_context)
+        shallow = Observer(model, prompts, in_context=in_context, by_depth=False)
         theirs = partial(score_all, model, sampled, observer.context)
-        observer(prompts.queries[:2])  # the prefix is there
+        for one in (observer, shallow):
+            one(prompts.queries[:2])  # the prefix is there
         ways: dict[str, Callable[[], object]] = {
             "ours": partial(observe, model, prompts, in_context=in_context),
             "authors": theirs,
             "queries": partial(run_batches, observer),
+            "not by depth": partial(run_batches, shallow),
         }
         best = interleave(ways, rounds)
         share = rate_share(shape, prompts, in_context, best["queries"])
@@ -73,6 +76,8 @@ def measure_scoring(
         if in_context:
             findings.expect_faster(row, 20, "ICL scoring, times faster")
             findings.limits.append(Limit("shared-prefix scoring, share of the GEMM rate", share, 0.5, at_least=True))
+        extra = best["queries"] / best["not by depth"] - 1
+        findings.limits.append(Limit(f"{setting.upper()} scoring, share that accuracy by depth adds", extra, 0.05))
         mine = observe(model, replace(prompts, queries=tuple(sampled)), in_context=in_context)
         what = f"{setting.upper()} scoring, largest relative difference"
         findings.limits.append(Limit(what, largest_difference(mine, theirs()), 1e-5))

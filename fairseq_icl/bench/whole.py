@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -35,9 +36,12 @@ from fairseq_icl.observing import Observer
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import write_results
 from fairseq_icl.training import own_copy_of_what_learns
+from fairseq_icl.training.dynamics import Curve
 
 SAMPLED_STEPS = 4
 FEW_QUERIES = 100
+CURVE_SHARE = 48 / 872
+"""Of the queries that dynamics are measured on: the experiment's default, of SST-2's validation set."""
 FIXED_OURS, FIXED_AUTHORS = ("fine-tuning", "metrics"), ("fine-tuning", "checkpoint")
 """Stages that do not depend on the number of queries; our metrics are mostly of the first 100 examples."""
 
@@ -113,20 +117,39 @@ def with_fewer_queries(watch: Stopwatch, number: int, stages: Sequence[str], onc
     return fixed + (watch.total() - fixed) * FEW_QUERIES / number
 
 
-def run_ours(model: Model, prompts: Prompts, folder: Path) -> Stopwatch:
+def measure_dynamics(findings: BenchFindings, model: Model, prompts: Prompts) -> None:
+    """Row `dynamics`: the same run with a curve over the demonstrations, on the share of queries that SST-2 has."""
+    examples = max(1, round(CURVE_SHARE * len(prompts.queries)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_ours(model, replace(prompts, queries=prompts.queries[:2], finetuning=prompts.finetuning[:1]), folder)
+        plain, watched = run_ours(model, prompts, folder), run_ours(model, prompts, folder, examples)
+    number = len(prompts.queries)
+    findings.rows.append(BenchRow(f"dynamics, {examples} of {number} queries", watched.total()))
+    what = f"dynamics of {len(prompts.finetuning)} demonstrations, times the plain run of {number} queries"
+    findings.limits.append(Limit(what, watched.total() / plain.total(), 2.5))
+    findings.notes.append(f"Dynamics, seconds: {watched}; the plain run: {plain}.")
+
+
+def run_ours(model: Model, prompts: Prompts, folder: Path, curve_examples: int = 0) -> Stopwatch:
     """The functions that `fairseq-icl replicate` calls for one run; leaves results.parquet in the folder."""
     watch = Stopwatch()
     with watch.time("ZSL"):
         zsl = observe(model, prompts)
     with watch.time("ICL"):
         icl = observe(model, prompts, in_context=True)
+    curve = Curve(prompts, zsl, icl, curve_examples) if curve_examples else None
+    after = None if curve is None else curve.after_demonstration
     with ExitStack() as stack:
         with watch.time("fine-tuning"):
             # As the authors' way: attention to training tokens is another analysis, with records of its own.
-            training = fine_tuned(model, prompts, "gd", lr=authors.LEARNING_RATE, record_queries=False)
-            tuned = stack.enter_context(training)
+            how: dict[str, Any] = {"lr": authors.LEARNING_RATE, "record_queries": False, "after_demonstration": after}
+            tuned = stack.enter_context(fine_tuned(model, prompts, "gd", **how))
         with watch.time("FT"):
             ft = observe(tuned, prompts)
+    if curve is not None:
+        with watch.time("curve"):
+            curve.finish(ft)
     with watch.time("metrics"):
         write_results(folder / "results.parquet", compare(prompts, zsl, icl, ft), {})
     return watch

@@ -14,11 +14,11 @@ from fairseq_icl.bench.report import BenchFindings
 from fairseq_icl.bench.scoring import measure_growth, measure_metrics, measure_scoring
 from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
 from fairseq_icl.bench.training import METHODS, check_training, measure_training
-from fairseq_icl.bench.whole import measure_experiment, measure_pipeline
+from fairseq_icl.bench.whole import measure_dynamics, measure_experiment, measure_pipeline
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import PACKAGE
 
-PARTS = ("zsl", "icl", "metrics", "ft", "lcgd", "linearized", "sweep", "pipeline", "memory")
+PARTS = ("zsl", "icl", "metrics", "ft", "lcgd", "linearized", "sweep", "pipeline", "dynamics", "memory")
 IN_PROCESS = PARTS[:-1]
 SCALE = "scale"
 """A whole experiment by the command `fairseq-icl replicate`: minutes at the larger shapes, so only when asked for."""
@@ -109,3 +109,7 @@ def measure_in_process(
         say("whole pipeline")
         size = QUICK_VALIDATION_SIZE if quick else VALIDATION_SIZE
         measure_pipeline(findings, model, random_prompts(shape, num_queries=size), sample)
+    if "dynamics" in parts:
+        say("dynamics")
+        size = QUICK_VALIDATION_SIZE if quick else VALIDATION_SIZE
+        measure_dynamics(findings, model, random_prompts(shape, num_queries=size))

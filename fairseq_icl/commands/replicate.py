@@ -44,7 +44,7 @@ from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.plan import data_folder, expand
 from fairseq_icl.replication.report.run import check_cells
 from fairseq_icl.replication.report.tables import check_tables
-from fairseq_icl.replication.stand_in import find_model
+from fairseq_icl.replication.stand_in import find_model, with_each_layer
 from fairseq_icl.replication.store import Store
 from fairseq_icl.settings import SETTINGS
 
@@ -106,7 +106,7 @@ def run_configuration(config: dict[str, Any]) -> None:
     if not data.is_dir():
         raise UserError(f"data={data}: no such folder; give the folder with the datasets' files")
     check_tables(config["tables"])
-    cells = expand(config)
+    cells = expand(with_each_layer(config))
     if config["dry_run"]:
         from fairseq_icl.replication.cost import describe  # measures the machine: only when asked for
 

@@ -74,6 +74,10 @@ class Observation(Protocol):
     def query_vector(self) -> Tensor:
         """(n, L, d) scaled query vectors, heads concatenated"""
 
+    @property
+    def depth_scores(self) -> Tensor | None:
+        """(n, L, C) score of each option after each layer; only differences between options count"""
+
     def __len__(self) -> int: ...
 
     def take(self, index: Any) -> "Observation":
@@ -113,6 +117,12 @@ class Metric:
     compute: Callable[..., Outcome]
     settings: tuple[str, ...]
     needs: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    """Attributes of the observations that may be missing; without one of them the metric is left out."""
+
+    def can_read(self, observations: Iterable[Observation]) -> bool:
+        """Whether the observations have what it reads."""
+        return all(getattr(seen, name, None) is not None for seen in observations for name in self.reads)
 
 
 _metrics: dict[str, Metric] = {}
@@ -120,7 +130,7 @@ _loaded_entry_points = False
 
 
 def metric(
-    name: str, *, settings: Iterable[str] = SETTINGS, needs: Iterable[str] = ()
+    name: str, *, settings: Iterable[str] = SETTINGS, needs: Iterable[str] = (), reads: Iterable[str] = ()
 ) -> Callable[[Function], Function]:
     """Register a function as the metric `name` and return it unchanged.
 
@@ -130,8 +140,10 @@ def metric(
     - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
       `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
       fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
+    - `reads`: attributes of the observations that not every observation has (`depth_scores`, `context_row`); where
+      one is missing the metric is left out.
     """
-    settings, needs = tuple(settings), tuple(needs)
+    settings, needs, reads = tuple(settings), tuple(needs), tuple(reads)
     for given, known in ((settings, SETTINGS), (needs, EXTRAS)):
         unknown = [word for word in given if word not in known]
         if unknown:
@@ -145,7 +157,7 @@ def metric(
         known = _metrics.get(name)
         if known is not None and _origin(known.compute) != _origin(compute):
             raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
-        _metrics[name] = Metric(name, compute, settings, needs)
+        _metrics[name] = Metric(name, compute, settings, needs, reads)
         return compute
 
     return register
@@ -206,6 +218,7 @@ def _load_entry_points() -> None:
 from fairseq_icl.metrics import (  # noqa: E402
     attention_maps,
     attention_outputs,
+    depth,
     predictions,
     training_attention,
     weight_space,
@@ -219,6 +232,7 @@ __all__ = [
     "Similarity",
     "attention_maps",
     "attention_outputs",
+    "depth",
     "get_metric",
     "metric",
     "metric_names",

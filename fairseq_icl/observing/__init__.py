@@ -17,6 +17,7 @@ from tqdm import tqdm
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
+from fairseq_icl.observing.depth import inner_features, scores_by_depth
 from fairseq_icl.observing.layout import Layout, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Observation, concatenate
 from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
@@ -25,8 +26,9 @@ from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
 
-Seen = tuple[Tensor, AttentionRecord, Tensor | None]
-"""Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, context (n, L, P)."""
+Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
+"""Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, scores over the context
+(n, L, P) and features after each layer but the last (L - 1, R, d)."""
 
 
 def observe(
@@ -46,9 +48,13 @@ def observe(
     queries = prompts.queries[:limit]
     if not queries:
         raise UserError(f"limit={limit}: there is no query to observe; give at least 1")
-    observer = Observer(model, prompts, in_context=in_context)
+    return observe_all(Observer(model, prompts, in_context=in_context), queries, progress)
+
+
+def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool = False) -> Observation:
+    """What the observer sees on all queries, in their order."""
     batches = plan_batches(queries)
-    shown = tqdm(batches, desc="ICL" if in_context else "ZSL or FT", unit="batch", disable=not progress)
+    shown = tqdm(batches, desc="ICL" if observer.in_context else "ZSL or FT", unit="batch", disable=not progress)
     parts = [observer([queries[index] for index in batch]) for batch in shown]
     order = torch.tensor([index for batch in batches for index in batch]).argsort()
     return concatenate(parts).take(order)
@@ -68,13 +74,20 @@ class Observer:
         in_context: bool = False,
         context_row: bool | None = None,
         whole_prompt: bool = False,
+        by_depth: bool = True,
+        prefix: Prefix | None = None,
     ) -> None:
-        """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: do not use a prefix."""
+        """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: do not use a prefix.
+
+        `by_depth`: also score the options after every layer. `prefix`: the context's keys and values, if they are there
+        already.
+        """
         self.model, self.prompts = model, prompts
         self.context = prompts.context if in_context else prompts.start
         self.context_row = in_context if context_row is None else context_row
+        self.in_context, self.by_depth = in_context, by_depth
         self._in_context = in_context and not whole_prompt
-        self._prefix: Prefix | None = None
+        self._prefix = prefix
         self._prior: Tensor | None = None
 
     @property
@@ -115,15 +128,16 @@ class Observer:
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
         if self.prefix is None:
-            run = _whole_prompt(decoder, layout, self.context, self.context_row)
+            run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth)
         else:
-            run = _on_prefix(decoder, layout, self.prefix, self.context_row)
+            run = _on_prefix(decoder, layout, self.prefix, self.context_row, self.by_depth)
         was_training = model.lm.training
         model.lm.eval()
-        logits, record, context_scores = model.evaluate(run)
-        model.lm.train(was_training)
+        logits, record, context_scores, inner = model.evaluate(run)
         log_probs = decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu()
         scores = layout.option_scores(log_probs)
+        depth_scores = None if inner is None else scores_by_depth(model, layout, inner, scores)
+        model.lm.train(was_training)
         _check_scores(scores, queries)
         return Observation(
             row=torch.tensor([query.row for query in queries]),
@@ -135,6 +149,7 @@ class Observer:
             query_length=layout.recorded_position + 1,
             query_vector=record.query.float().cpu(),
             context_row=None if context_scores is None else context_scores.float().cpu(),
+            depth_scores=depth_scores,
             training_queries=model.training_queries,
             method=model.method,
             init=model.init,
@@ -169,7 +184,9 @@ def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
             )
 
 
-def _whole_prompt(decoder: Any, layout: Layout, context: tuple[int, ...], context_row: bool) -> Callable[[], Seen]:
+def _whole_prompt(
+    decoder: Any, layout: Layout, context: tuple[int, ...], context_row: bool, by_depth: bool
+) -> Callable[[], Seen]:
     """The plain pass: context and query in one sequence, by the decoder's own code."""
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
@@ -178,26 +195,30 @@ def _whole_prompt(decoder: Any, layout: Layout, context: tuple[int, ...], contex
     def run() -> Seen:
         probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position + start)
         with probe, positions_from(decoder, 0):
-            features = decoder.extract_features(tokens, None)[0]
-        logits = decoder.output_layer(features[layout.logit_sequence, layout.logit_position + start])
+            features, extra = decoder.extract_features(tokens, None)
+        rows = (layout.logit_sequence, layout.logit_position + start)
+        logits = decoder.output_layer(features[rows])
+        inner = inner_features(decoder, extra["inner_states"], *rows) if by_depth else None
         record = probe.record()
         own = record._replace(scores=record.scores[..., start:])
-        return logits, own, record.scores[..., :start].sum(dim=2) if context_row else None
+        return logits, own, record.scores[..., :start].sum(dim=2) if context_row else None, inner
 
     return run
 
 
-def _on_prefix(decoder: Any, layout: Layout, prefix: Prefix, context_row: bool) -> Callable[[], Seen]:
+def _on_prefix(decoder: Any, layout: Layout, prefix: Prefix, context_row: bool, by_depth: bool) -> Callable[[], Seen]:
     """The shared-prefix pass: only the tokens after the context."""
     tokens = layout.tokens().to(next(decoder.parameters()).device)
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position, start=prefix.length)
         with probe:
-            features = features_on_prefix(decoder, tokens, prefix)
-        logits = decoder.output_layer(features[layout.logit_sequence, layout.logit_position])
+            features, states = features_on_prefix(decoder, tokens, prefix)
+        rows = (layout.logit_sequence, layout.logit_position)
+        logits = decoder.output_layer(features[rows])
+        inner = inner_features(decoder, states, *rows) if by_depth else None
         record = probe.record()
-        return logits, record, prefix.scores(record.query) if context_row else None
+        return logits, record, prefix.scores(record.query) if context_row else None, inner
 
     return run
 

@@ -64,9 +64,12 @@ class Layout:
 
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
+        return self.by_option(log_probs[self.entry_logits, self.entry_token] * self.entry_weight)
+
+    def by_option(self, values: Tensor) -> Tensor:
+        """Sums of the entries' `values` (E,) by query and option, -inf where a query has fewer options: (n, C)."""
         options = torch.arange(int(self.num_options.max()))
         scores = torch.zeros(len(self.num_options), len(options))
-        values = log_probs[self.entry_logits, self.entry_token] * self.entry_weight
         scores.index_put_((self.entry_query, self.entry_option), values, accumulate=True)
         return scores.masked_fill(options >= self.num_options[:, None], -torch.inf)
 

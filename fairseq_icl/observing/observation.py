@@ -20,7 +20,7 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 
-ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row")
+ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row", "depth_scores")
 PRECISIONS = {"half": torch.float16, "single": torch.float32}
 FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
@@ -42,6 +42,7 @@ class Observation:
     label_prior: Tensor | None = None  # (n, C) log of the options' mean probability on inputs without content
     demonstration_logprob: Tensor | None = None
     """(n,) mean log-probability of the tokens that fine-tuning on the example would score (ZSL and FT, if wanted)"""
+    depth_scores: Tensor | None = None  # (n, L, C) of the model cut after each layer; the last is option_logprobs
     training_queries: Mapping[int, Tensor] | None = None
     """Of a fine-tuned model: row of the train file -> query vectors (L, tokens, d) recorded before learning from it."""
     method: str = "none"
@@ -73,7 +74,7 @@ def concatenate(observations: Sequence[Observation]) -> Observation:
         values = [getattr(part, name) for part in observations]
         if name == "attention_row":
             values = [F.pad(value, (columns - value.size(-1), 0)) for value in values]
-        if name == "option_logprobs":
+        if name in ("option_logprobs", "depth_scores"):
             values = [F.pad(value, (0, options - value.size(-1)), value=-torch.inf) for value in values]
         joined[name] = torch.cat(values)
     return replace(observations[0], **joined)

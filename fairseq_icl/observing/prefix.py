@@ -53,16 +53,19 @@ def supports_prefix(decoder: Any) -> bool:
 
 
 def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
-    """Run the context once and keep the keys and values of every layer.
+    """Run the context once and keep the keys and values of every layer."""
+    empty = []
+    for module in attention_modules(decoder):
+        empty.append(with_slot(module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim)))
+    return extend_prefix(decoder, Prefix(0, tuple(empty), tuple(empty)), context)
+
+
+def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
+    """The prefix with more tokens after it; those that it has do not run again.
 
     In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     """
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for module in attention_modules(decoder):
-        nothing = module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim)
-        keys.append(with_slot(nothing))
-        values.append(with_slot(nothing))
+    keys, values = list(prefix.keys), list(prefix.values)
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         start = keys[layer].size(1) - 1
@@ -71,22 +74,22 @@ def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
         values[layer] = torch.cat([values[layer][:, :-1], with_slot(value[0])], dim=1)
         return output
 
-    tokens = torch.tensor([context], device=keys[0].device)
-    for start in range(0, len(context), PIECE):
-        with _replaced_attention(decoder, attend), positions_from(decoder, start):
+    tokens = torch.tensor([more], device=keys[0].device)
+    for start in range(0, len(more), PIECE):
+        with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length + start):
             decoder.extract_features(tokens[:, start : start + PIECE], None)
-    return Prefix(len(context), tuple(keys), tuple(values))
+    return Prefix(prefix.length + len(more), tuple(keys), tuple(values))
 
 
-def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> Tensor:
-    """Decoder features of sequences (B, T) that each follow the prefix: (B, T, d)."""
+def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> tuple[Tensor, list[Tensor]]:
+    """Decoder features (B, T, d) of sequences (B, T) that each follow the prefix, and its inner states, (T, B, d)."""
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         return joint_attention(module, x, prefix.length, prefix.keys[layer], prefix.values[layer])[0]
 
     with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length):
-        features: Tensor = decoder.extract_features(tokens, None)[0]
-    return features
+        features, extra = decoder.extract_features(tokens, None)
+    return features, extra["inner_states"]
 
 
 def with_slot(tokens: Tensor) -> Tensor:

@@ -108,9 +108,13 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
             f"{train[0].place[0]}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} "
             "rows; lower num_demonstrations"
         )
-    drawn = [train[i] for i in sampling.shuffled(len(train), settings.seed)]
-    rows, others = drawn[:k], drawn[k:]
-    asked = others if settings.queries == "train" else _validation_rows(folder, spec)
+    golds = [row.gold for row in train]
+    chosen = sampling.demonstration_rows(golds, spec.label_words, settings)
+    rows, trained_on = [train[i] for i in chosen], set(chosen)
+    if settings.queries == "train":
+        asked = [train[i] for i in sampling.shuffled(len(train), settings.seed) if i not in trained_on]
+    else:
+        asked = _validation_rows(folder, spec)
     if not asked:
         raise UserError(f"queries=train: all rows of {train[0].place[0]} are demonstrations; lower num_demonstrations")
     queries = [encoder.query(row) for row in asked[: settings.max_validation]]

@@ -4,13 +4,20 @@ The order of draws is the authors' (docs/protocol.md): Hugging Face's shuffle is
 demonstrations come from numpy's legacy one.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy
 
+from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 
 VALIDATION_SEED = 1
 """Evaluation rows are shuffled with this seed whatever the run's seed is."""
 NUM_PERMUTATIONS = 5
+MAX_DIGITS = 12
+"""Of a row number: longer ones are not numbers of rows."""
 SWITCHING_STREAM = 7
 """Keeps the generator of label switching apart from the one that shuffles the rows, under the same seed."""
 
@@ -18,6 +25,68 @@ SWITCHING_STREAM = 7
 def shuffled(num_rows: int, seed: int) -> list[int]:
     """The row order of Hugging Face's `Dataset.shuffle(seed)`."""
     return numpy.random.default_rng(seed).permutation(num_rows).tolist()
+
+
+def demonstration_rows(golds: Sequence[int], classes: Sequence[str], settings: Settings) -> list[int]:
+    """The k rows of the train file that are demonstrations, in their unpermuted order.
+
+    `golds` are the labels of all its rows, `classes` the label words; empty if every row has options of its own.
+    """
+    k, chosen = settings.num_demonstrations, settings.demonstrations
+    if chosen == "first":
+        return shuffled(len(golds), settings.seed)[:k]
+    if chosen == "balanced":
+        return _balanced(shuffled(len(golds), settings.seed), golds, classes, k)
+    rows = read_rows(chosen)
+    if rows and max(rows) >= len(golds):
+        raise UserError(f"{chosen}: row {max(rows)}, but the train file has rows 0-{len(golds) - 1}; correct the file")
+    if len(rows) < k:
+        raise UserError(
+            f"{chosen}: {len(rows)} rows, but {k} demonstrations are asked for; give num_demonstrations={len(rows)}"
+        )
+    return rows[:k]
+
+
+def read_rows(path: str) -> list[int]:
+    """The row numbers in a file, one in a line; what follows a # does not count."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"demonstrations={path}: cannot be read ({error}); give first, balanced, or a text file of row numbers"
+        ) from error
+    rows: list[int] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS):
+            raise UserError(f"{path}:{number}: {text[:40]!r} is not a row number; write one number from 0 in a line")
+        if int(text) in rows:
+            raise UserError(f"{path}:{number}: row {text} is there twice; remove one of them")
+        rows.append(int(text))
+    return rows
+
+
+def _balanced(order: Sequence[int], golds: Sequence[int], classes: Sequence[str], k: int) -> list[int]:
+    """The first rows in `order` of every class, k // C of each; the remainder goes to the classes that come next."""
+    if not classes:
+        raise UserError("demonstrations=balanced: the dataset has no classes to balance; use demonstrations=first")
+    share, rest = divmod(k, len(classes))
+    taken: Counter[int] = Counter()
+    rows = []
+    for row in order:
+        if taken[golds[row]] < share or (taken[golds[row]] == share and rest):
+            rest -= taken[golds[row]] == share
+            taken[golds[row]] += 1
+            rows.append(row)
+    if len(rows) < k:
+        scarce = classes[min(range(len(classes)), key=lambda number: taken[number])]
+        raise UserError(
+            f"demonstrations=balanced: the train file has too few rows with the label {scarce} for {k} demonstrations; "
+            "lower num_demonstrations"
+        )
+    return rows
 
 
 def demonstration_orders(settings: Settings) -> tuple[list[int], list[int]]:

@@ -19,6 +19,7 @@ from fairseq_icl.metrics import get_metric, metric_names
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.readers import find_split
+from fairseq_icl.prompts.sampling import read_rows
 from fairseq_icl.settings import OBSERVED, PROMPTS, Settings
 from fairseq_icl.training.methods import get_method
 
@@ -116,6 +117,8 @@ def key_of(cell: Cell, files: ModelFiles, data: Path, setting: str = "") -> str:
         "bpe": str(files.bpe),
         "code": code_version(CODE[setting or "metrics"]),
     }
+    if described.settings.demonstrations not in ("first", "balanced"):
+        prints["demonstrations"] = json.dumps(read_rows(described.settings.demonstrations))
     if setting not in ("zsl", "icl"):
         prints["method"] = json.dumps(asdict(get_method(cell.method)))
     if not setting:

@@ -45,7 +45,7 @@ class Stage:
     """One kind of work: all cells in it cost about the same."""
 
     name: str
-    """zsl, icl, train, ft, measure, prompts or model."""
+    """zsl, icl, train, ft, curve, measure, prompts or model."""
     dataset: str = ""
     method: str = ""
     kind: tuple[Any, ...] = ()
@@ -98,6 +98,8 @@ def _work_of(cell: Cell) -> list[tuple[str, Any, Stage]]:
         tuned = cell.changed(method=method).observed("ft")
         work.append(("train", tuned, Stage("train", cell.dataset, method, (k, cell.settings.step_per))))
         work.append(("ft", tuned, Stage("ft", cell.dataset, method)))
+    if cell.settings.curve_examples and get_method(cell.method).trains:
+        work.append(("curve", cell, Stage("curve", cell.dataset, cell.method, (k, cell.settings.curve_examples))))
     return work
 
 
@@ -109,6 +111,7 @@ def _by_name(stages: dict[Stage, tuple[int, Cell]], seconds: dict[Stage, float])
         "icl": "observing ICL",
         "train": "fine-tuning",
         "ft": "observing FT",
+        "curve": "observing dynamics",
         "measure": "computing metrics",
     }
     parts: dict[str, float] = {}
@@ -181,6 +184,10 @@ def measure_stages(
             sizes: tuple[int, ...]
             if stage.name in ("model", "prompts"):
                 sizes, full = (1,), 1  # whole in any case
+            elif stage.name == "curve":  # a point sees the first queries twice, in context and fine-tuned
+                passes = min(cell.settings.curve_examples, len(whole.queries)) * (len(whole.finetuning) - 1)
+                sizes = FEW if len(whole.queries) > FEW[1] else (1, max(2, len(whole.queries)))
+                full = passes
             elif stage.name == "train":
                 sizes, full = _few(PARTS, len(whole.finetuning)), len(whole.finetuning)
             else:
@@ -223,6 +230,8 @@ class ShallowModel:
             part = _part(self.engine.prompts_of(cell), size)
             return _timed(lambda: self._fine_tune(cell, part))[1]
         limited = cell.changed(limit=size)
+        if stage.name == "curve":
+            return sum(self._observe(limited, name)[1] for name in ("icl", "ft"))
         if stage.name != "measure":
             return self._observe(limited, stage.name)[1]
         seen = [self._observe(limited, name)[0] for name in ("zsl", "icl")]

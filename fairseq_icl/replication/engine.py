@@ -24,14 +24,15 @@ from fairseq_icl.observing.observation import load_observations, save_observatio
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell, data_hash, key_of
 from fairseq_icl.replication.store import Store, StoreError
-from fairseq_icl.results import provenance, read_gradient_record, write_results
+from fairseq_icl.results import provenance, read_gradient_record, write_curve, write_results
 from fairseq_icl.results.collector import compare
 from fairseq_icl.settings import SETTINGS, TRAINING
-from fairseq_icl.training import fine_tuned
+from fairseq_icl.training import Watch, fine_tuned
+from fairseq_icl.training.dynamics import Curve
 from fairseq_icl.training.gradients import write_gradient_record
 from fairseq_icl.training.methods import get_method, method_names, training_command, training_options
 
-GRADIENTS = "gradients.parquet"
+GRADIENTS, CURVE = "gradients.parquet", "curve.parquet"
 OBSERVATION = "observation.safetensors"
 Observed = tuple[Observation, pd.DataFrame | None]
 """What was seen and, of a fine-tuned model, the record of its gradients."""
@@ -97,11 +98,29 @@ class Engine:
     def _compute(self, key: str, cell: Cell, keyed: dict[str, Cell]) -> None:
         start = time.perf_counter()
         shared = self._still_needed({other: cell for other, cell in keyed.items() if other != key})
-        seen = [self._observed(*need, keep=need[0] in shared) for need in self.needs(cell)]
-        observations = [observation for observation, _ in seen]
-        table = self.compare(cell, observations)
+        needs = self.needs(cell)
+        seen = [self._observed(*need, keep=need[0] in shared) for need in needs[:2]]
+        curve = None
+        if cell.settings.curve_examples and len(needs) == 3:
+            curve, tuned = self._curve(cell, seen[0][0], seen[1][0])
+            seen.append(tuned)
+        else:
+            seen += [self._observed(*need, keep=need[0] in shared) for need in needs[2:]]
+        table = self.compare(cell, [observation for observation, _ in seen])
         gradients = seen[2][1] if len(seen) == 3 else None
-        self.store.finish(key, lambda folder: self._write(folder, cell, table, gradients, time.perf_counter() - start))
+
+        def write(folder: Path) -> None:
+            self._write(folder, cell, table, gradients, time.perf_counter() - start)
+            if curve is not None:
+                write_curve(folder / CURVE, curve)
+
+        self.store.finish(key, write)
+
+    def _curve(self, cell: Cell, zsl: Observation, icl: Observation) -> tuple[pd.DataFrame, Observed]:
+        """The dynamics of the cell, and its fine-tuned model observed."""
+        curve = Curve(self.prompts_of(cell), zsl, icl, cell.settings.curve_examples)
+        tuned = self.observe(cell, "ft", curve.after_demonstration)
+        return curve.finish(tuned[0]), tuned
 
     def compare(self, cell: Cell, observations: Sequence[Observation]) -> pd.DataFrame:
         """The tidy table of the cell: ICL against its method, or two methods against each other."""
@@ -136,13 +155,14 @@ class Engine:
                 self.store.save_observation(key, lambda folder: self._write_observed(folder, observation, gradients))
             return observation, gradients
 
-    def observe(self, cell: Cell, setting: str) -> Observed:
-        """Observe one setting now: ZSL or ICL of the base model, or fine-tune and observe that (ft)."""
+    def observe(self, cell: Cell, setting: str, after_demonstration: Watch | None = None) -> Observed:
+        """Observe one setting now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
         model, prompts = self.base_model(cell), self.prompts_of(cell)
         if setting != "ft":
             return observe(model, prompts, in_context=setting == "icl"), None
         settings = {n: getattr(cell.settings, n) for n, known in SETTINGS.items() if known.affects == (TRAINING,)}
-        with fine_tuned(model, prompts, cell.method, limits=self._limits(cell), **settings) as tuned:
+        watched: dict[str, Any] = {"limits": self._limits(cell), "after_demonstration": after_demonstration}
+        with fine_tuned(model, prompts, cell.method, **watched, **settings) as tuned:
             return observe(tuned, prompts), tuned.gradients
 
     def _limits(self, cell: Cell) -> pd.DataFrame | None:
@@ -162,6 +182,7 @@ class Engine:
         self, folder: Path, cell: Cell, table: pd.DataFrame, gradients: pd.DataFrame | None, seconds: float
     ) -> None:
         described: dict[str, Any] = {"cell": cell.configuration()}
+        described["context_rows"] = list(self.prompts_of(cell).context_rows)
         if get_method(cell.method).trains:
             described["command"] = self.command(cell)
         described["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}

@@ -15,6 +15,7 @@ from fairseq_icl.settings import nearest
 
 SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
 MAX_SHAPE = 1 << 20
+EACH = "each"
 MAX_WEIGHTS = 10**12
 """Larger numbers in a shape are a slip of the finger."""
 
@@ -100,6 +101,14 @@ def _compare_shape(shape: dict[str, Any], checkpoint: Path) -> None:
                 f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or "
                 "give model.random=true for random weights"
             )
+
+
+def with_each_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run in which `vary.layers: each` stands for the number of every layer of its model."""
+    if config["vary"].get("layers") != EACH:
+        return config
+    shape = shape_of(config["model"], find_model(config["model"], Path(config["out"]), make=False))
+    return {**config, "vary": {**config["vary"], "layers": [str(layer) for layer in range(shape["layers"])]}}
 
 
 def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:

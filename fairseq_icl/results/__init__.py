@@ -44,6 +44,8 @@ METADATA_KEY = b"fairseq_icl"
 GRADIENT_COLUMNS = ("step", "demonstration", "layer", "parameter", "norm", "loss_sum", "sample_size")
 """Columns of a gradient record; training/gradients.py makes it and says what they mean."""
 GRADIENT_METADATA = b"fairseq_icl_gradients"
+CURVE_COLUMNS = ("demonstrations", "metric", "value", "low", "high")
+"""Columns of the curves over the demonstrations; training/dynamics.py makes them."""
 CSV_COMMENT = "# fairseq_icl "
 VERSIONS_OF = ("torch", "numpy", "fairseq", "fairseq-fixed")
 
@@ -159,6 +161,21 @@ def read_gradient_record(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]
         return table.to_pandas(ignore_metadata=True), dict(json.loads(described))
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a Parquet file, or damaged; make it with --record-gradients") from error
+
+
+def write_curve(path: Path, curve: pd.DataFrame) -> None:
+    """Write a curve over the demonstrations as Parquet."""
+    kinds = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
+    arrow = pa.Table.from_pandas(curve.astype(kinds), preserve_index=False)
+    write_atomically(path, lambda unfinished: pq.write_table(arrow, unfinished, write_page_checksum=True))
+
+
+def read_curve(path: Path) -> pd.DataFrame:
+    """What `write_curve` wrote."""
+    try:
+        return pq.read_table(path, columns=list(CURVE_COLUMNS), page_checksum_verification=True).to_pandas()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: damaged, or not a file of curves") from error
 
 
 def heatmap_matrix(record: pd.DataFrame) -> np.ndarray:

@@ -225,6 +225,8 @@ class Collector:
         for name, metric in self.metrics.items():
             if set(metric.settings) <= settings.keys() and set(metric.needs) <= extras.keys():
                 observations = [settings[setting] for setting in metric.settings]
+                if not metric.can_read(observations):
+                    continue
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
                 seen = extras["attention"].example if "attention" in metric.needs else example
                 if outcome is not None:

@@ -79,7 +79,7 @@ DemonstrationPromptingConfig = make_dataclass(
 
 def settings_of(cfg: Any) -> Settings:
     """The settings in the task's configuration; criterions add theirs."""
-    names = [name for name, known in SETTINGS.items() if known.flag_of == FLAG_OF_TASK]
+    names = [name for name, known in SETTINGS.items() if known.is_flag_of(FLAG_OF_TASK)]
     given = {name: str(cfg[name]) if SETTINGS[name].choices and cfg[name] else cfg[name] for name in names}
     return Settings.of(str(cfg.reading), seed=cfg.seed, **given)
 

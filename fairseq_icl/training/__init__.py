@@ -9,8 +9,9 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 # isort: split
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import pandas as pd
@@ -36,6 +37,9 @@ from fairseq_icl.training.methods import Method, get_method, method_names, train
 
 __all__ = ["fairseq_config", "fine_tuned"]
 
+Watch = Callable[[int, Model, Model], None]
+"""Hears of training: (demonstrations learnt from, the model as it is then, the base model)."""
+
 
 @contextmanager
 def fine_tuned(
@@ -45,6 +49,7 @@ def fine_tuned(
     *,
     limits: pd.DataFrame | None = None,
     record_queries: bool = True,
+    after_demonstration: Watch | None = None,
     **settings: Any,
 ) -> Iterator[Model]:
     """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
@@ -56,6 +61,8 @@ def fine_tuned(
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
     - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
       time of a vanilla step).
+    - `after_demonstration`: called with (count, tuned, base) after every update that ends a demonstration: how many
+      were learnt from, the model as it is then (its weights change later), and the base model.
 
     **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradients.py) are what
     was recorded meanwhile.
@@ -80,7 +87,7 @@ def fine_tuned(
         plain = {"layer_clip": "none", "layer_clip_value": None}
         with fine_tuned(model, prompts, str(chosen.layer_clip_value), **settings | plain) as other:
             limits = other.gradients
-    yield _train(model, prompts, how, chosen, limits, record_queries)
+    yield _train(model, prompts, how, chosen, limits, record_queries, after_demonstration)
 
 
 def _train(
@@ -90,6 +97,7 @@ def _train(
     settings: Settings,
     limits: pd.DataFrame | None,
     record_queries: bool,
+    after_demonstration: Watch | None = None,
 ) -> Model:
     """Train and leave the module's own parameters as they were."""
     options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
@@ -101,10 +109,20 @@ def _train(
     recorder = GradientRecorder(learner.decoder)
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, learner.decoder, limits)
     task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder)
-    with own_copy_of_what_learns(learner) as weights:
-        _run(config, task, learner)
-    lm.eval()
     changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
+    base = model if learner is not lm else model.under({name: lm.get_parameter(name).data for name in lm.trained_names})
+    now = dataclasses.replace(model.under(None, method.name), **changed)
+
+    def after_item(count: int) -> None:
+        if after_demonstration is not None and count in ends:
+            learner.eval()
+            after_demonstration(ends[count], now, base)
+            learner.train()
+
+    ends = _ends_of_demonstrations(prompts, settings.step_per)
+    with own_copy_of_what_learns(learner) as weights:
+        _run(config, task, learner, after_item)
+    lm.eval()
     tuned = dataclasses.replace(model.under(weights, method.name), **changed)
     return dataclasses.replace(tuned, training_queries=task.training_queries or None, gradients=recorder.table())
 
@@ -125,15 +143,25 @@ def own_copy_of_what_learns(model: PretrainedLM) -> Iterator[dict[str, Tensor]]:
             parameter.grad = None
 
 
-def _run(config: DictConfig, task: Any, model: PretrainedLM) -> None:
-    """fairseq's training loop without its checkpoints."""
+def _ends_of_demonstrations(prompts: Prompts, step_per: str) -> dict[int, int]:
+    """Number of training items -> number of demonstrations that end with them."""
+    sizes = [sum(sequence.scored) if step_per == "token" else 1 for sequence in prompts.finetuning]
+    return {total: number for number, total in enumerate(accumulate(sizes), 1)}
+
+
+def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> None:
+    """fairseq's training loop without its checkpoints; `after_item` hears of the items of every update."""
     trainer = Trainer(config, task, model, task.build_criterion(config.criterion))
     for epoch in range(1, config.optimization.max_epoch + 1):
         batches = trainer.get_train_iterator(epoch=epoch).next_epoch_itr(shuffle=False)
         trainer.begin_epoch(epoch)
+        seen = 0
         try:
             for samples in iterators.GroupedIterator(batches, config.optimization.update_freq[0]):
                 trainer.train_step(samples)
+                seen += sum(len(sample["rows"]) for sample in samples)
+                if epoch == 1:
+                    after_item(seen)
         except FloatingPointError as error:
             step = trainer.get_num_updates() + 1
             raise UserError(f"fine-tuning diverged at step {step} ({error}); lower lr") from error

@@ -95,6 +95,11 @@ for _method in (
         "layer-causal fine-tuning of the linearized model",
         ("--criterion", "layer_causal_ce", "--linearize"),
     ),
+    Method(
+        "short_circuit",
+        "vanilla fine-tuning of the model cut after one layer (layers=3; by default the last, which is gd)",
+        ("--criterion", "short_circuit_ce"),
+    ),
     Method("alpha", "SimAM_delta between vanilla and layer-causal fine-tuning", compares=("gd", "lcgd")),
     Method("none", "no fine-tuning: ZSL and ICL only"),
 ):
@@ -149,7 +154,7 @@ def training_options(method: Method, settings: Settings, files: ModelFiles, data
     """The options of `fairseq-train`, by name, that fine-tune with `method` as the settings say."""
     options = PROTOCOL | {"data": data, "dataset": dataset, **files.options()} | method.options
     components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])
-    given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.flag_of in components}
+    given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.is_flag_of(*components)}
     return {name: value for name, value in (options | given | method.options).items() if value is not None}
 
 

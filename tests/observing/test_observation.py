@@ -76,6 +76,7 @@ def test_a_tenth_of_the_bytes_of_json_lines(tmp_path: Path) -> None:
     seen = look(model, queries, in_context=True)
     save_observations(tmp_path / "a.safetensors", {"icl": seen}, precision="half")
     fields = ("row", "gold", "prediction", "option_logprobs", "attention_output", "query_vector", "context_row")
+    fields += ("depth_scores",)
     written = 0
     for number, length in enumerate(seen.query_length.tolist()):
         record = {name: getattr(seen, name)[number].tolist() for name in fields}

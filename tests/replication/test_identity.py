@@ -79,3 +79,21 @@ def test_data_that_change_between_plan_and_reading_are_refused(tmp_path: Path):
         engine.run([cell])
     assert not tables(tmp_path / "run")
     file_hash.cache_clear()
+
+
+def test_the_rows_in_a_file_of_demonstrations_are_part_of_the_key(world: World, tmp_path: Path):
+    rows = tmp_path / "rows.txt"
+    words = ["experiment=deutch2024", "method=gd", "init=pretrained", f"demonstrations={rows}"]
+    keys = []
+    for text in ("1\n2\n3\n4\n", "# the same\n1\n2\n3\n4\n", "1\n2\n4\n3\n"):
+        rows.write_text(text)
+        config = configuration(world, tmp_path / "run", *words)
+        engine = Engine(find_model(config["model"], tmp_path), world.data, Store(tmp_path / "run"))
+        (cell,) = expand(config)
+        keys.append([engine.key(cell), engine.key(cell, "zsl"), engine.key(cell, "icl"), engine.key(cell, "ft")])
+    first, same, other = keys
+    assert first == same
+    assert [a == b for a, b in zip(first, other, strict=True)] == [False, True, False, False]
+    rows.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        Engine(engine.files, world.data, engine.store).key(cell)

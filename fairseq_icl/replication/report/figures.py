@@ -8,6 +8,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
+from fairseq_icl.replication.report.dynamics import dynamics
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.results.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
 
@@ -214,4 +216,15 @@ def _curves(
     yield Drawing(f"{names[0]}_{model}", names[1], caption, figure)
 
 
-FIGURES = (_similarities, _alpha, _partition, _gradient_norms, accuracy_by_k, learning_rates, switched_labels)
+FIGURES = (
+    _similarities,
+    _alpha,
+    accuracy_by_depth,
+    short_circuits,
+    dynamics,
+    _partition,
+    _gradient_norms,
+    accuracy_by_k,
+    learning_rates,
+    switched_labels,
+)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
 from fairseq_icl.replication.store import Store
-from fairseq_icl.results import heatmap_matrix, read_gradient_record
+from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds and permutations are averaged over."""
@@ -41,6 +41,8 @@ class Run:
     """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a model -> what `model` was in the configuration."""
+    curves: dict[str, pd.DataFrame] = field(default_factory=dict)
+    """Key -> metrics after each demonstration (CURVE_COLUMNS)."""
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -109,20 +111,23 @@ def load_run(folder: str | Path) -> Run:
     planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
     planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
-    configurations, tables, gradients = {}, [], {}
+    configurations, tables, gradients, curves = {}, [], {}, {}
     for key in planned.loc[planned["finished"], "key"].drop_duplicates():
         cell = read_cell(store, key)
         configurations[key] = cell.configuration
         tables.append(cell.means.assign(key=key))
         if cell.gradients is not None:
             gradients[key] = cell.gradients
+        if cell.curve is not None:
+            curves[key] = cell.curve
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
     models = {str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)}
-    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients, models)
+    shown_tables, kinds = list(shown), list(experiments)
+    return Run(Path(folder), planned, configurations, values, kinds, shown_tables, gradients, models, curves)
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ class CellResults:
     configuration: dict[str, Any]
     means: pd.DataFrame
     gradients: np.ndarray | None
+    curve: pd.DataFrame | None
 
 
 def read_cell(store: Store, key: str) -> CellResults:
@@ -144,7 +150,9 @@ def read_cell(store: Store, key: str) -> CellResults:
             raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
         record = folder / "gradients.parquet"
         gradients = heatmap_matrix(read_gradient_record(record)[0]) if os.path.lexists(record) else None
-        return CellResults(configuration, read_means(folder / "results.parquet"), gradients)
+        over_j = folder / "curve.parquet"
+        curve = read_curve(over_j) if os.path.lexists(over_j) else None
+        return CellResults(configuration, read_means(folder / "results.parquet"), gradients, curve)
     except UserError as error:
         said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
         raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error

@@ -1,0 +1,78 @@
+"""Dynamics: ICL with j demonstrations against fine-tuning after j of them, for every j.
+
+    curve = Curve(prompts, zsl, icl, examples=48)
+    with fine_tuned(model, prompts, "gd", lr=0.3, after_demonstration=curve.after_demonstration) as tuned:
+        ft = observe(tuned, prompts)
+    table = curve.finish(ft)
+
+The demonstrations run once: the prefix grows by one at a time, as the fine-tuned weights do. What cannot be shared is
+the queries, which every j sees anew, so a curve is measured on the first `examples` of them. Its last point is that
+part of the plain run's own observations.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.models import Model
+from fairseq_icl.observing import Observation, Observer, observe, observe_all
+from fairseq_icl.observing.prefix import Prefix, extend_prefix, run_prefix, supports_prefix
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.results import CURVE_COLUMNS, means
+from fairseq_icl.results.collector import Collector
+
+METRICS = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rpa", "sim_aou", "sim_am_delta")
+
+
+class Curve:
+    """Metrics after each demonstration, collected while a model is fine-tuned on them one by one."""
+
+    def __init__(self, prompts: Prompts, zsl: Observation, icl: Observation, examples: int) -> None:
+        """`zsl` and `icl` are observations of all queries of `prompts`; the first `examples` make the curve."""
+        if examples < 1:
+            raise UserError(f"curve_examples={examples}: must be at least 1")
+        self.whole = icl
+        self.prompts = replace(prompts, queries=prompts.queries[:examples])
+        self.zsl = zsl.take(range(len(self.prompts.queries)))
+        self.shown = min(len(prompts.context_rows), len(prompts.finetuning))
+        self.prefix: Prefix | None = None
+        self.points: list[pd.DataFrame] = []
+
+    @torch.no_grad()
+    def after_demonstration(self, count: int, tuned: Model, base: Model) -> None:
+        """Measure one point, while `fine_tuned` trains; the last one is for `finish`."""
+        if count < len(self.prompts.finetuning) and count <= self.shown:
+            self._add(count, self._in_context(count, base), observe(tuned, self.prompts))
+
+    def finish(self, ft: Observation) -> pd.DataFrame:
+        """The curve, with the fine-tuned model's observation of all queries as its last point.
+
+        **Returns** the columns of `CURVE_COLUMNS`: demonstrations (j), metric, value, and its 95 % interval low, high.
+        """
+        chosen = range(len(self.prompts.queries))
+        self._add(len(self.prompts.finetuning), self.whole.take(chosen), ft.take(chosen))
+        return pd.concat(self.points, ignore_index=True)
+
+    def _in_context(self, count: int, base: Model) -> Observation:
+        """ICL of the base model with the first `count` demonstrations."""
+        prompts, decoder = self.prompts, base.lm.decoder
+        stop = prompts.context_spans[count][0] if count < len(prompts.context_spans) else len(prompts.context)
+        if supports_prefix(decoder):
+            done = self.prefix
+            if done is None:
+                self.prefix = base.evaluate(lambda: run_prefix(decoder, prompts.context[:stop]))
+            else:
+                self.prefix = base.evaluate(lambda: extend_prefix(decoder, done, prompts.context[done.length : stop]))
+        shorter = replace(prompts, context=prompts.context[:stop])
+        observer = Observer(base, shorter, in_context=True, context_row=False, prefix=self.prefix)
+        return observe_all(observer, prompts.queries)
+
+    def _add(self, count: int, icl: Observation, ft: Observation) -> None:
+        collector = Collector(METRICS, self.prompts.settings)
+        collector.add(range(len(self.zsl)), self.zsl, icl, ft)
+        overall: Any = means(collector.table())
+        overall = overall[overall["metric"].isin(METRICS)]
+        self.points.append(overall.assign(demonstrations=count)[list(CURVE_COLUMNS)])

@@ -1,0 +1,59 @@
+"""Dynamics in a run: the cell keeps its curve, the report draws it, the plan counts it."""
+
+import pytest
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.replication.cost import stages_of
+from fairseq_icl.replication.plan import expand
+from fairseq_icl.replication.report.figures import all_figures
+from fairseq_icl.replication.report.run import load_run
+from tests.replication.toy_run import configuration, run
+
+WORDS = ("experiment=dynamics", "method=gd", "curve_examples=5")
+
+
+@pytest.fixture(scope="module")
+def folder(world, tmp_path_factory):
+    out = tmp_path_factory.mktemp("dynamics") / "run"
+    run(world, out, *WORDS, "limit=6")
+    return run(world, out, *WORDS, "limit=5")
+
+
+def test_the_curve_ends_in_the_plain_run(folder):
+    results = load_run(folder)
+    assert len(results.curves) == 2
+    for key, curve in results.curves.items():
+        limit = results.configurations[key]["cell"]["settings"]["limit"]
+        assert sorted(set(curve["demonstrations"])) == [1, 2, 3, 4]
+        last = curve[curve["demonstrations"] == 4].set_index("metric")
+        overall = results.values[(results.values["key"] == key) & results.values["layer"].isna()].set_index("metric")
+        for metric in ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "sim_aou", "sim_am_delta"):
+            same = [last.loc[metric, name] == overall.loc[metric, name] for name in ("value", "low", "high")]
+            assert all(same) or limit == 6
+
+
+def test_curves_are_drawn(folder):
+    drawings = {drawing.name: drawing for drawing in all_figures(load_run(folder))}
+    names = {f"dynamics_{name}_model" for name in ("accuracy", "sim_aou", "sim_am_delta")}
+    assert names <= drawings.keys()
+    labels = [text.get_text() for text in drawings["dynamics_accuracy_model"].figure.legends[0].get_texts()]
+    assert labels == ["ZSL", "ICL", "FT gd"]
+
+
+def test_the_plan_counts_the_points(world, tmp_path):
+    cells = expand(configuration(world, tmp_path, *WORDS))
+    stages = {stage.name: (count, stage.kind) for stage, (count, _) in stages_of(cells).items()}
+    assert stages["curve"] == (1, (4, 5))
+    plain = expand(configuration(world, tmp_path, *WORDS[:2], "curve_examples=0"))
+    assert "curve" not in {stage.name for stage in stages_of(plain)}
+
+
+def test_a_damaged_curve_is_told(folder):
+    (path, *_) = folder.glob("cells/*/curve.parquet")
+    content = path.read_bytes()
+    path.write_bytes(b"no")
+    try:
+        with pytest.raises(UserError, match=r"curve.parquet: damaged.*replicate command again"):
+            load_run(folder)
+    finally:
+        path.write_bytes(content)
