@@ -25,6 +25,7 @@ from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training.sequential import sequential_step
 
 
 def _flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
@@ -190,7 +191,13 @@ class DemonstrationPromptingTask(FairseqTask):
         if self.cfg.record_queries and not ignore_grad:
             for row, tokens in zip(sample["rows"], sample["tokens"], strict=True):
                 self.training_queries[row] = observe_training_queries(model, tokens)
-        loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+        if getattr(criterion, "sequential", False) and not ignore_grad:
+            if self._step[0]:
+                raise UserError("--update-freq: sequential updates are of one batch each; leave it at 1")
+            control = self._control(model)
+            loss, sample_size, logs = sequential_step(sample, model, criterion, optimizer, update_num, control)
+        else:
+            loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         if not ignore_grad:
             value = float(loss.detach())
             self._control(model).check_finite(optimizer, value, sample["rows"])

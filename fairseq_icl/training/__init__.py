@@ -50,7 +50,7 @@ def fine_tuned(
     """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
 
     **Arguments**
-    - `method`: "gd", "lcgd", "linearized", "linearized_lcgd", or one that another package registered.
+    - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", or one that another package brings.
     - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `train_parameters`,
       `biases`, `layers`, `layer_loss`, `layer_causal_point`, `step_per`; by default as in `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.

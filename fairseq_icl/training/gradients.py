@@ -59,9 +59,16 @@ class GradientControl:
         self.limits: Limits = [] if limits is None else limits
         self.recorder = recorder if _is_first_process() else None
         self.compares_rows = recorder is not None or not isinstance(self.limits, list)
+        self._norms_so_far = [0.0] * len(self.trained)
 
-    def before_step(self, optimizer: FairseqOptimizer, update_num: int, sample_info: SampleInfo) -> None:
-        """Log, record, then limit the gradients with which `optimizer` is about to step."""
+    def before_step(
+        self, optimizer: FairseqOptimizer, update_num: int, sample_info: SampleInfo, *, last: bool = True
+    ) -> None:
+        """Log, record, then limit the gradients with which `optimizer` is about to step.
+
+        An update may be made of several steps, each of other layers (training/sequential.py): it is logged and
+        recorded as one, with its `last` step.
+        """
         gradients, factor = true_gradients(optimizer, [parameter for _, _, parameter in self.trained])
         norms = [norm * factor for norm in _norms(gradients)]  # one a trained parameter
         if not all(map(math.isfinite, norms)):
@@ -69,12 +76,15 @@ class GradientControl:
                 return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
             raise UserError(self._not_finite(norms, sample_info[0]))
         layer_norms = self._by_layer(norms)
-        for layer, norm in enumerate(layer_norms):
-            metrics.log_scalar(f"gnorm_layer_{layer}", norm, priority=410, round=4)
         rows, loss_sum, sample_size = _gathered(sample_info) if self.compares_rows else sample_info
         demonstration = ",".join(map(str, rows))
-        if self.recorder is not None:
-            self.recorder.add(update_num, demonstration, norms, loss_sum, sample_size)
+        self._norms_so_far = [one + other for one, other in zip(self._norms_so_far, norms, strict=True)]
+        if last:
+            for layer, norm in enumerate(self._by_layer(self._norms_so_far)):
+                metrics.log_scalar(f"gnorm_layer_{layer}", norm, priority=410, round=4)
+            if self.recorder is not None:
+                self.recorder.add(update_num, demonstration, self._norms_so_far, loss_sum, sample_size)
+            self._norms_so_far = [0.0] * len(self.trained)
         if self.clip != "none":
             limits = self._limits_at(update_num, demonstration)
             for (layer, _, _), gradient in zip(self.trained, gradients, strict=True):
@@ -163,8 +173,12 @@ def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFram
 
 
 def _norms(gradients: list[Tensor | None]) -> list[float]:
-    """l2 norms in fp32, 0 for a parameter without gradient; brought to the CPU together."""
-    present = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if g is not None]
+    """l2 norms in fp32 (or fp64), 0 for a parameter without gradient; brought to the CPU together."""
+    present = [
+        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+        if g is not None
+    ]
     values = iter(torch.stack(present).tolist() if present else [])
     return [0.0 if gradient is None else next(values) for gradient in gradients]
 
