@@ -303,11 +303,20 @@ class Settings:
     )
     layer_causal_point: str = setting(
         "layer",
-        "where a layer's loss is taken: on its output, or on the residual stream right after its attention",
+        "where a layer's loss is taken: on its output, on the residual stream right after its attention, or on the "
+        "attention's output alone",
         (TRAINING,),
-        choices=("layer", "attention"),
+        choices=("layer", "attention", "attention_output"),
         paper="attention",
         flag_of="layer_causal_ce",
+    )
+    softmax_gradient: str = setting(
+        "kept",
+        "the derivative through the attention weights; stopped: the loss reaches values alone, queries and keys learn "
+        "nothing",
+        (TRAINING,),
+        choices=("kept", "stopped"),
+        paper="kept",
     )
     step_per: str = setting(
         "demonstration",

@@ -26,6 +26,7 @@ from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
 from fairseq_icl.training.sequential import sequential_step
+from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 
 
 def _flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
@@ -159,8 +160,10 @@ class DemonstrationPromptingTask(FairseqTask):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """The model with everything frozen but `--train-parameters`."""
         model = super().build_model(cfg, from_checkpoint)
-        model.freeze_all_but(self.settings.train_parameters, biases=self.settings.biases == "trained")
+        choose_what_learns(model, self.settings)
         model = LinearizedLM(model.decoder, model.trained_names) if self.cfg.linearize else model
+        if self.settings.softmax_gradient == "stopped":
+            stop_softmax_gradient(model.decoder)
         self._decoder = model.decoder
         return model
 

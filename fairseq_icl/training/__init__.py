@@ -10,7 +10,7 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pandas as pd
@@ -33,6 +33,7 @@ from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
 from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
 from fairseq_icl.training.methods import Method, get_method, method_names, training_options
+from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 
 __all__ = ["fairseq_config", "fine_tuned"]
 
@@ -52,7 +53,8 @@ def fine_tuned(
     **Arguments**
     - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", or one that another package brings.
     - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `train_parameters`,
-      `biases`, `layers`, `layer_loss`, `layer_causal_point`, `step_per`; by default as in `prompts.settings`.
+      `biases`, `layers`, `layer_loss`, `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in
+      `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
     - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
       time of a vanilla step).
@@ -96,12 +98,15 @@ def _train(
     config = fairseq_config(options | {"record_queries": record_queries})
     task = setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
     lm = model.lm
-    lm.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    choose_what_learns(lm, settings)
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, learner.decoder, limits)
     task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder)
-    with own_copy_of_what_learns(learner) as weights:
+    with own_copy_of_what_learns(learner) as weights, ExitStack() as hooks:
+        if settings.softmax_gradient == "stopped":
+            for hook in stop_softmax_gradient(learner.decoder):
+                hooks.enter_context(hook)
         _run(config, task, learner)
     lm.eval()
     changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
