@@ -204,6 +204,16 @@ class Settings:
         "replicate the name of a method whose recorded norms are the limits",
         (TRAINING,),
     )
+    layer_step: str = setting(
+        "rate",
+        "how long a layer's step is: what the learning rate makes of its gradient, or the relative size "
+        "layer_step_size in every layer",
+        (TRAINING,),
+        choices=("rate", "equal"),
+    )
+    layer_step_size: float | None = setting(
+        None, "with layer_step=equal: |dW| / |W| of what learns in a layer, at every step", (TRAINING,), low=1e-12
+    )
     train_parameters: str = setting(
         "self_attn.k_proj,self_attn.v_proj",
         "comma-separated parts of the names of the parameters that learn",

@@ -71,10 +71,16 @@ class Observation(Protocol):
 
 
 class Similarity(NamedTuple):
-    """Mean cosines and how many of the cosines behind each were 0 because one of the vectors was zero."""
+    """Mean cosines and how many of the cosines behind each were 0 because one of the vectors was zero.
+
+    A cosine says nothing of lengths. Where the two vectors are things that were measured (the updates of ICL and FT,
+    not a random direction), their `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in
+    units of the first's.
+    """
 
     value: Tensor  # (n,) or (n, layers)
     zero_updates: Tensor  # same shape, counts
+    lengths: tuple[Tensor, Tensor] | None = None  # of the first vector and of the second, same shape each
 
 
 class Ratio(NamedTuple):

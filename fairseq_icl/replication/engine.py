@@ -28,7 +28,7 @@ from fairseq_icl.results import provenance, read_gradient_record, write_results
 from fairseq_icl.results.collector import compare
 from fairseq_icl.settings import SETTINGS, TRAINING
 from fairseq_icl.training import fine_tuned
-from fairseq_icl.training.gradients import write_gradient_record
+from fairseq_icl.training.gradient_record import write_gradient_record
 from fairseq_icl.training.methods import get_method, method_names, training_command, training_options
 
 GRADIENTS = "gradients.parquet"

@@ -24,9 +24,11 @@ from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
-from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.training.gradients import GradientControl, layer_limits
 from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.step_sizes import equal_step_size
 
 
 def _flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
@@ -213,13 +215,15 @@ class DemonstrationPromptingTask(FairseqTask):
         self._control(model).before_step(optimizer, update_num, self._step)
         self._step = ([], 0.0, 0)
         super().optimizer_step(optimizer, model, update_num)
+        self._control(model).after_update()
 
     def _control(self, model: BaseFairseqModel) -> GradientControl:
         if self.control is None:
             settings, path = self.settings, self.cfg.record_gradients
             limits = layer_limits(settings.layer_clip, settings.layer_clip_value, model.decoder)
             recorder = GradientRecorder(model.decoder, Path(path)) if path else None
-            self.control = GradientControl(model.decoder, settings.layer_clip, limits, recorder)
+            size = equal_step_size(settings)
+            self.control = GradientControl(model.decoder, settings.layer_clip, limits, recorder, size)
         return self.control
 
     def valid_step(self, sample: dict[str, Any], model: BaseFairseqModel, criterion: Any) -> Any:

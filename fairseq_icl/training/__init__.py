@@ -31,9 +31,11 @@ from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
-from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.training.gradients import GradientControl, layer_limits
 from fairseq_icl.training.methods import Method, get_method, method_names, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.step_sizes import equal_step_size
 
 __all__ = ["fairseq_config", "fine_tuned"]
 
@@ -52,15 +54,15 @@ def fine_tuned(
 
     **Arguments**
     - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", or one that another package brings.
-    - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `train_parameters`,
-      `biases`, `layers`, `layer_loss`, `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in
-      `prompts.settings`.
+    - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `layer_step`,
+      `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`, `layer_causal_point`,
+      `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
     - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
       time of a vanilla step).
 
-    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradients.py) are what
-    was recorded meanwhile.
+    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradient_record.py) are
+    what was recorded meanwhile.
     """
     for name in settings:
         if name not in SETTINGS or SETTINGS[name].affects != (TRAINING,):
@@ -102,7 +104,7 @@ def _train(
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, learner.decoder, limits)
-    task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder)
+    task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings))
     with own_copy_of_what_learns(learner) as weights, ExitStack() as hooks:
         if settings.softmax_gradient == "stopped":
             for hook in stop_softmax_gradient(learner.decoder):

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.training.gradients import GradientControl, GradientRecorder
+from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.training.gradients import GradientControl
 from fairseq_icl.training.sequential import sequential_step
 from tests.criterions.tiny_model import sample_of
 from tests.models.test_rotary_lm import LLAMA, RotaryConfig
@@ -33,7 +34,8 @@ def small_model(kind: str, layers: int = 2, rotary: RotaryConfig = LLAMA) -> Pre
 
 def optimizer_of(model: PretrainedLM, lr: float = RATE, **options: Any) -> FairseqOptimizer:
     """fairseq's plain SGD, or what `options` make of it."""
-    chosen = {"_name": "sgd", "lr": [lr], "momentum": 0.0, "weight_decay": 0.0} | options
+    momentum = {"momentum": 0.0} if options.get("_name", "sgd") == "sgd" else {}
+    chosen = {"_name": "sgd", "lr": [lr], "weight_decay": 0.0} | momentum | options
     return build_optimizer(OmegaConf.create(chosen), [p for p in model.parameters() if p.requires_grad])
 
 
@@ -57,6 +59,7 @@ def update(
         optimizer.multiply_grads(1 / size)
         control.before_step(optimizer, step, (SAMPLE["rows"], float(loss.detach()), size))
         optimizer.step()
+        control.after_update()
     return control
 
 

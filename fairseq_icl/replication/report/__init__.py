@@ -10,6 +10,7 @@ from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import html, text
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.stability import stability_tables
+from fairseq_icl.replication.report.steps import steps_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ DOTS_PER_INCH = 130
 
 def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> dict[str, Path]:
     """Write the report; returns the path of each format's main file."""
-    from fairseq_icl.replication.report.figures import all_figures  # matplotlib, which tables alone can do without
+    # matplotlib, which tables alone can do without
+    from fairseq_icl.replication.report.figures import all_figures
+    from fairseq_icl.replication.report.step_figures import step_figures
 
-    papers, comparisons = paper_tables(run), [*comparison_tables(run), *stability_tables(run)]
-    drawings = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
+    papers, comparisons = paper_tables(run), [*steps_tables(run), *comparison_tables(run), *stability_tables(run)]
+    drawings = [*all_figures(run), *step_figures(run)] if {"html", "md", "tex"} & set(formats) else []
     written = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)

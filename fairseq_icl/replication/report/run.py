@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
 from fairseq_icl.replication.store import Store
-from fairseq_icl.results import heatmap_matrix, read_gradient_record
+from fairseq_icl.results import heatmap_matrix, read_gradient_record, step_size_matrix
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds and permutations are averaged over."""
@@ -39,6 +39,8 @@ class Run:
     """Names of the published tables to show."""
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
+    step_sizes: dict[str, np.ndarray] = field(default_factory=dict)
+    """Key -> relative size |dW| / |W| of each layer's step: (steps, layers)."""
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -107,19 +109,22 @@ def load_run(folder: str | Path) -> Run:
     planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
     planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
-    configurations, tables, gradients = {}, [], {}
+    configurations, tables, gradients, step_sizes = {}, [], {}, {}
     for key in planned.loc[planned["finished"], "key"].drop_duplicates():
         cell = read_cell(store, key)
         configurations[key] = cell.configuration
         tables.append(cell.means.assign(key=key))
         if cell.gradients is not None:
             gradients[key] = cell.gradients
+        if cell.step_sizes is not None:
+            step_sizes[key] = cell.step_sizes
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
-    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients)
+    names_of = (list(experiments), list(shown))
+    return Run(Path(folder), planned, configurations, values, *names_of, gradients, step_sizes)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class CellResults:
 
     configuration: dict[str, Any]
     means: pd.DataFrame
-    gradients: np.ndarray | None
+    gradients: np.ndarray | None = None
+    step_sizes: np.ndarray | None = None
 
 
 def read_cell(store: Store, key: str) -> CellResults:
@@ -139,9 +145,11 @@ def read_cell(store: Store, key: str) -> CellResults:
         said = configuration.get("cell")
         if not isinstance(said, dict) or not isinstance(said.get("settings"), dict):
             raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
-        record = folder / "gradients.parquet"
-        gradients = heatmap_matrix(read_gradient_record(record)[0]) if os.path.lexists(record) else None
-        return CellResults(configuration, read_means(folder / "results.parquet"), gradients)
+        means, path = read_means(folder / "results.parquet"), folder / "gradients.parquet"
+        if not os.path.lexists(path):
+            return CellResults(configuration, means)
+        record, _ = read_gradient_record(path)
+        return CellResults(configuration, means, heatmap_matrix(record), step_size_matrix(record))
     except UserError as error:
         said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
         raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error
