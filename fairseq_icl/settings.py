@@ -238,6 +238,16 @@ class Settings:
         "replicate the name of a method whose recorded norms are the limits",
         (TRAINING,),
     )
+    layer_step: str = setting(
+        "rate",
+        "how long a layer's step is: what the learning rate makes of its gradient, or the relative size "
+        "layer_step_size in every layer",
+        (TRAINING,),
+        choices=("rate", "equal"),
+    )
+    layer_step_size: float | None = setting(
+        None, "with layer_step=equal: |dW| / |W| of what learns in a layer, at every step", (TRAINING,), low=1e-12
+    )
     train_parameters: str = setting(
         "self_attn.k_proj,self_attn.v_proj",
         "comma-separated parts of the names of the parameters that learn",
@@ -338,11 +348,20 @@ class Settings:
     )
     layer_causal_point: str = setting(
         "layer",
-        "where a layer's loss is taken: on its output, or on the residual stream right after its attention",
+        "where a layer's loss is taken: on its output, on the residual stream right after its attention, or on the "
+        "attention's output alone",
         (TRAINING,),
-        choices=("layer", "attention"),
+        choices=("layer", "attention", "attention_output"),
         paper="attention",
         flag_of="layer_causal_ce",
+    )
+    softmax_gradient: str = setting(
+        "kept",
+        "the derivative through the attention weights; stopped: the loss reaches values alone, queries and keys learn "
+        "nothing",
+        (TRAINING,),
+        choices=("kept", "stopped"),
+        paper="kept",
     )
     step_per: str = setting(
         "demonstration",

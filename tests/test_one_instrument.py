@@ -17,7 +17,7 @@ from fairseq_icl.replication.cells import CODE
 from fairseq_icl.results import read_gradient_record, read_results
 from tests.commands import PLUGIN, run, succeeded
 
-METHODS = ("gd", "lcgd", "linearized")
+METHODS = ("gd", "lcgd", "lcgd_sequential", "linearized")
 K, LIMIT, RATE = 6, 24, 0.3
 
 
@@ -101,6 +101,8 @@ def test_a_third_partys_method_keeps_its_name_through_fairseqs_commands(tmp_path
 
     assert name_of_method(saved(), linearized=False) == "gd"
     assert name_of_method(saved(), linearized=True) == "linearized"
+    one_by_one = {"criterion": {"_name": "layer_causal_ce", "sequential": True}}
+    assert name_of_method(saved() | one_by_one, linearized=False) == "lcgd_sequential"
     register_method(Method("gd_momentum", "", ("--criterion", "cross_entropy", "--momentum", "0.9")))
     try:
         assert name_of_method(saved(momentum=0.9), linearized=False) == "gd_momentum"

@@ -36,6 +36,7 @@ AUTHORS_AND_PAPER = {
     "permutation_zero": ("identity", "drawn"),
     "layer_loss": ("sum", "sum"),
     "layer_causal_point": ("layer", "attention"),
+    "softmax_gradient": ("kept", "kept"),
     "step_per": ("demonstration", "token"),
 }
 

@@ -26,7 +26,7 @@ from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
 from fairseq_icl.observing import Observation, Observer
 from fairseq_icl.observing.observation import PRECISIONS, concatenate, save_observations
 from fairseq_icl.observing.weight_updates import observe_weight_updates
-from fairseq_icl.results import means, provenance, text_table, write_results
+from fairseq_icl.results import LENGTH_RATIO, means, provenance, text_table, write_results
 from fairseq_icl.results.collector import Collector, training_tokens
 from fairseq_icl.settings import SETTINGS
 from fairseq_icl.training.methods import name_of_method
@@ -225,15 +225,19 @@ def check_same_names(weights: dict[str, Tensor], model: PretrainedLM) -> None:
 
 def summary(overall: pd.DataFrame) -> str:
     """Every mean with its bootstrap interval, and the counts; `overall` is `results.means` of one run."""
-    measured = overall[overall["low"].notna()]
-    counts = dict(overall[overall["low"].isna()][["metric", "value"]].itertuples(index=False))
+    ratios = overall["metric"].str.startswith(LENGTH_RATIO)
+    lengths = dict(overall[ratios][["metric", "value"]].itertuples(index=False))
+    measured = overall[overall["low"].notna() & ~ratios]
+    counts = dict(overall[overall["low"].isna() & ~ratios][["metric", "value"]].itertuples(index=False))
     rows = sorted(measured.itertuples(), key=lambda row: _place(row.metric))
-    lines = [("metric", "value", "95 % interval over examples")]
+    lines = [("metric", "value", "95 % interval over examples", "length ratio")]
     single = counts.get("examples") == 1
     for row in rows:
         still = row.value == 0 and counts.get(f"zero_updates_{row.metric}", 0) > 0
         shown = f"{row.value:.4f}{' (no update)' if still else ''}"
-        lines.append((row.metric, shown, "none (n=1)" if single else f"[{row.low:.4f}, {row.high:.4f}]"))
+        ratio = lengths.get(f"{LENGTH_RATIO}{row.metric}")
+        interval = "none (n=1)" if single else f"[{row.low:.4f}, {row.high:.4f}]"
+        lines.append((row.metric, shown, interval, "" if ratio is None else f"{ratio:.4f}"))
     text = [text_table(lines, names=1)]
     for start, meaning in (
         ("undefined_", "values left out because they are not defined here"),

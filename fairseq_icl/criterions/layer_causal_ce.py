@@ -12,13 +12,23 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_icl.compat import flags_of
+from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.layer_causal import check_decoder, decoder_of, layer_losses
 
 NAME = "layer_causal_ce"
 LayerCausalCrossEntropyConfig = make_dataclass(
     "LayerCausalCrossEntropyConfig",
-    [*flags_of(NAME), ("sentence_avg", bool, field(default=II("optimization.sentence_avg")))],
+    [
+        *flags_of(NAME),
+        (
+            "sequential",
+            bool,
+            field(default=False, metadata={"help": "every layer takes its step before the next one sees its input"}),
+        ),
+        ("sentence_avg", bool, field(default=II("optimization.sentence_avg"))),
+        ("clip_norm", float, field(default=II("optimization.clip_norm"))),
+    ],
     bases=(FairseqDataclass,),
 )
 
@@ -34,6 +44,8 @@ class LayerCausalCrossEntropy(FairseqCriterion):
         layers: str | None = None,
         layer_loss: str | None = None,
         sentence_avg: bool = False,
+        sequential: bool = False,
+        clip_norm: float = 0.0,
     ) -> None:
         super().__init__(task)
         settings = getattr(task, "settings", Settings())
@@ -41,19 +53,31 @@ class LayerCausalCrossEntropy(FairseqCriterion):
         self.layer_loss = str(layer_loss or settings.layer_loss)
         self.layers = layers
         self.sentence_avg = sentence_avg
+        self.sequential = sequential
+        """Whether the task is to go by `training.sequential` instead of calling `forward` on all layers at once."""
+        if sequential and clip_norm > 0:
+            raise UserError(
+                "--clip-norm: needs the gradients of all layers at once, in sequential updates a layer has stepped "
+                "before the next has one; use --layer-clip norm"
+            )
 
     def check_decoder(self, decoder: Any) -> range:
         """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
         return check_decoder(decoder, self.layers, self.point)
 
     def forward(
-        self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
+        self, model: nn.Module, sample: dict[str, Any], reduce: bool = True, only: int | None = None
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """The loss, the sample size that divides its gradient, and what to log (in nats, summed over tokens)."""
+        """The loss, the sample size that divides its gradient, and what to log (in nats, summed over tokens).
+
+        `only`: the part of the loss that one layer adds.
+        """
         decoder, target = decoder_of(model), sample["target"]
-        layers = self.check_decoder(decoder)
+        chosen = self.check_decoder(decoder)
+        layers = chosen if only is None else range(only, only + 1)
         losses = layer_losses(model, decoder, layers, self.point, target, self.padding_idx, **sample["net_input"])
-        per_token = losses.mean(0) if self.layer_loss == "mean" else losses.sum(0)  # (tokens,)
+        share = len(layers) / len(chosen)
+        per_token = losses.mean(0) * share if self.layer_loss == "mean" else losses.sum(0)  # (tokens,)
         if reduce:
             loss = per_token.sum()
         else:

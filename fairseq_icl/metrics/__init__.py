@@ -7,8 +7,7 @@ A metric takes the observations of the three settings of n examples and returns 
 - a tensor (n,) or (n, layers): one value an example, or one an example and layer;
 - a `Similarity`: such values together with the number of cosines that were zero by definition;
 - a `Ratio`: numerator and denominator (n,), for metrics such as RPA that are a quotient of sums over examples;
-- a `Ranking`: the scores of every class and the right one, for the area under the ROC curve;
-- None, where it is not defined for such examples: the metric is then left out.
+- a `Ranking`: the scores of every class and the right one, for the area under the ROC curve.
 
 Values are averaged over examples, then over layers. docs/adding_a_metric.md walks through an example.
 """
@@ -85,10 +84,16 @@ class Observation(Protocol):
 
 
 class Similarity(NamedTuple):
-    """Mean cosines and how many of the cosines behind each were 0 because one of the vectors was zero."""
+    """Mean cosines and how many of the cosines behind each were 0 because one of the vectors was zero.
+
+    A cosine says nothing of lengths. Where the two vectors are things that were measured (the updates of ICL and FT,
+    not a random direction), their `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in
+    units of the first's.
+    """
 
     value: Tensor  # (n,) or (n, layers)
     zero_updates: Tensor  # same shape, counts
+    lengths: tuple[Tensor, Tensor] | None = None  # of the first vector and of the second, same shape each
 
 
 class Ratio(NamedTuple):
@@ -105,7 +110,7 @@ class Ranking(NamedTuple):
     is_class: Tensor  # (n, classes) bool
 
 
-Outcome = Tensor | Similarity | Ratio | Ranking | None
+Outcome = Tensor | Similarity | Ratio | Ranking
 Function = TypeVar("Function", bound=Callable[..., Outcome])
 
 
@@ -140,7 +145,7 @@ def metric(
     - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
       `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
       fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
-    - `reads`: attributes of the observations that not every observation has (`depth_scores`, `context_row`); where
+    - `reads`: attributes of the observations that not every observation has (`depth_scores`, `label_prior`); where
       one is missing the metric is left out.
     """
     settings, needs, reads = tuple(settings), tuple(needs), tuple(reads)

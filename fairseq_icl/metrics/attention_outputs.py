@@ -37,7 +37,7 @@ def sim_aou_norm(zsl: Observation, icl: Observation, ft: Observation) -> Similar
 
 def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normalize: bool = False) -> Similarity:
     """cos(h_icl - h_zsl, update) for a given update (n, L, d) in place of the fine-tuning one, used as it is."""
-    return cosine(_state(icl, normalize) - _state(zsl, normalize), update)
+    return cosine(_state(icl, normalize) - _state(zsl, normalize), update)._replace(lengths=None)
 
 
 @metric("sim_aou_random_uniform", settings=("zsl", "icl"), needs=("example",))
@@ -77,8 +77,8 @@ def sim_aou_random_matched(
     u = _length(icl.attention_output - before) * unit(gaussian(example, _shape(zsl), "matched icl"))
     v = _length(ft.attention_output - before) * unit(gaussian(example, _shape(zsl), "matched ft"))
     if not normalize:
-        return cosine(u, v)
-    return cosine(unit(before + u) - unit(before), unit(before + v) - unit(before))
+        return cosine(u, v)._replace(lengths=None)
+    return cosine(unit(before + u) - unit(before), unit(before + v) - unit(before))._replace(lengths=None)
 
 
 @metric("sim_aou_norm_random_matched", needs=("example",))

@@ -21,31 +21,28 @@ def accuracy(observation: Observation) -> Tensor:
     return _right(observation).double()
 
 
-@metric("accuracy_calibrated_zsl", settings=("zsl",))
-@metric("accuracy_calibrated_icl", settings=("icl",))
-@metric("accuracy_calibrated_ft", settings=("ft",))
-def accuracy_calibrated(observation: Observation) -> Tensor | None:
+@metric("accuracy_calibrated_zsl", settings=("zsl",), reads=["label_prior"])
+@metric("accuracy_calibrated_icl", settings=("icl",), reads=["label_prior"])
+@metric("accuracy_calibrated_ft", settings=("ft",), reads=["label_prior"])
+def accuracy_calibrated(observation: Observation) -> Tensor:
     """1 where the label that gains most over its prior is the gold one. (n,)
 
     The prior is the label's probability on inputs without content (contextual calibration, Zhao et al. 2021), so a
     model that prefers one word whatever it reads is not punished for it.
     """
-    if observation.label_prior is None:
-        return None
+    assert observation.label_prior is not None
     calibrated = observation.option_logprobs - observation.label_prior
     return (calibrated.argmax(dim=1) == observation.gold).double()
 
 
-@metric("auc_zsl", settings=("zsl",))
-@metric("auc_icl", settings=("icl",))
-@metric("auc_ft", settings=("ft",))
-def auc(observation: Observation) -> Ranking | None:
+@metric("auc_zsl", settings=("zsl",), reads=["label_prior"])
+@metric("auc_icl", settings=("icl",), reads=["label_prior"])
+@metric("auc_ft", settings=("ft",), reads=["label_prior"])
+def auc(observation: Observation) -> Ranking:
     """Area under the ROC curve of each class's probability among the options against the rest, mean over classes.
 
     It asks whether the model ranks examples rightly, wherever its threshold lies.
     """
-    if observation.label_prior is None:
-        return None
     scores = observation.option_logprobs.double().log_softmax(dim=1)
     return Ranking(scores, F.one_hot(observation.gold, scores.size(1)).bool())
 
@@ -58,10 +55,11 @@ def log_likelihood(observation: Observation) -> Tensor:
     return observation.option_logprobs.gather(1, observation.gold[:, None])[:, 0].double()
 
 
-@metric("demonstration_log_likelihood_zsl", settings=("zsl",))
-@metric("demonstration_log_likelihood_ft", settings=("ft",))
-def demonstration_log_likelihood(observation: Observation) -> Tensor | None:
+@metric("demonstration_log_likelihood_zsl", settings=("zsl",), reads=["demonstration_logprob"])
+@metric("demonstration_log_likelihood_ft", settings=("ft",), reads=["demonstration_logprob"])
+def demonstration_log_likelihood(observation: Observation) -> Tensor:
     """The fine-tuning loss on the example, negated; known where rows of the train split are asked about. (n,)"""
+    assert observation.demonstration_logprob is not None
     return observation.demonstration_logprob
 
 

@@ -26,10 +26,11 @@ def cosine(a: Tensor, b: Tensor) -> Similarity:
     Both papers' code gives 0 for a zero vector too, by a floor under the product of the norms.
     """
     a, b = a.double(), b.double()  # (..., d)
-    norms = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)  # (...)
+    lengths = (torch.linalg.vector_norm(a, dim=-1), torch.linalg.vector_norm(b, dim=-1))  # (...) each
+    norms = lengths[0] * lengths[1]
     zero = norms == 0
     value = (a * b).sum(-1) / torch.where(zero, 1.0, norms)
-    return Similarity(value.clamp(-1, 1), zero.long())
+    return Similarity(value.clamp(-1, 1), zero.long(), lengths)
 
 
 def unit(vector: Tensor) -> Tensor:
@@ -40,8 +41,11 @@ def unit(vector: Tensor) -> Tensor:
 
 
 def mean_over_heads(similarity: Similarity) -> Similarity:
-    """(n, layers, heads) -> (n, layers): cosines averaged, zero updates added."""
-    return Similarity(similarity.value.mean(-1), similarity.zero_updates.sum(-1))
+    """(n, layers, heads) -> (n, layers): cosines averaged, zero updates added, lengths those of all heads together."""
+    lengths = similarity.lengths
+    if lengths is not None:
+        lengths = (torch.linalg.vector_norm(lengths[0], dim=-1), torch.linalg.vector_norm(lengths[1], dim=-1))
+    return Similarity(similarity.value.mean(-1), similarity.zero_updates.sum(-1), lengths)
 
 
 def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:

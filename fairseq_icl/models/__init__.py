@@ -37,7 +37,7 @@ class Model:
     training_queries: Mapping[int, Tensor] | None = None
     """Recorded in fine-tuning: row of the train file -> scaled query vectors (layers, tokens, width), BOS included."""
     gradients: pd.DataFrame | None = None
-    """Recorded in fine-tuning: gradient norms by step, layer and parameter (training/gradients.py)."""
+    """Recorded in fine-tuning: gradient norms by step, layer and parameter (training/gradient_record.py)."""
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from fairseq_icl.results.collector import compare
 from fairseq_icl.settings import SETTINGS, TRAINING
 from fairseq_icl.training import Watch, fine_tuned
 from fairseq_icl.training.dynamics import Curve
-from fairseq_icl.training.gradients import write_gradient_record
+from fairseq_icl.training.gradient_record import write_gradient_record
 from fairseq_icl.training.methods import get_method, method_names, training_command, training_options
 
 GRADIENTS, CURVE = "gradients.parquet", "curve.parquet"

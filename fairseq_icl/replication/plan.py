@@ -14,6 +14,7 @@ from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import GRID, MAX_NAME, check_scale
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import get_method
+from fairseq_icl.training.step_sizes import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""
@@ -243,6 +244,7 @@ def _check_training(settings: Settings, method: str) -> None:
         if settings.layer_clip_value is None:
             given, wanted = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
         raise UserError(f"{given}: needs {wanted}")
+    equal_step_size(settings)
 
 
 def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> dict[str, float]:

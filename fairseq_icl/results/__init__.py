@@ -41,11 +41,25 @@ COLUMNS: dict[str, str] = {
 """Columns of the table and their pandas types; those with a capital letter may be missing."""
 
 METADATA_KEY = b"fairseq_icl"
-GRADIENT_COLUMNS = ("step", "demonstration", "layer", "parameter", "norm", "loss_sum", "sample_size")
-"""Columns of a gradient record; training/gradients.py makes it and says what they mean."""
+GRADIENT_COLUMNS = (
+    "step",
+    "demonstration",
+    "layer",
+    "parameter",
+    "norm",
+    "loss_sum",
+    "sample_size",
+    "update",
+    "weight",
+)
+"""Columns of a gradient record; training/gradient_record.py makes it and says what they mean."""
+COLUMNS_BEFORE_STEPS = GRADIENT_COLUMNS[:-2]
+"""Those of records made before steps were recorded."""
 GRADIENT_METADATA = b"fairseq_icl_gradients"
 CURVE_COLUMNS = ("demonstrations", "metric", "value", "low", "high")
 """Columns of the curves over the demonstrations; training/dynamics.py makes them."""
+LENGTH_RATIO = "length_ratio_"
+"""Beginning of the name of what stands beside a cosine: how long its second vector is in units of the first."""
 CSV_COMMENT = "# fairseq_icl "
 VERSIONS_OF = ("torch", "numpy", "fairseq", "fairseq-fixed")
 
@@ -156,9 +170,10 @@ def read_gradient_record(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]
     try:
         table = pq.read_table(path)
         described = (table.schema.metadata or {}).get(GRADIENT_METADATA)
-        if described is None or tuple(table.column_names) != GRADIENT_COLUMNS:
+        if described is None or tuple(table.column_names) not in (GRADIENT_COLUMNS, COLUMNS_BEFORE_STEPS):
             raise UserError(f"{path}: not a gradient record; make it with --record-gradients")
-        return table.to_pandas(ignore_metadata=True), dict(json.loads(described))
+        record = table.to_pandas(ignore_metadata=True).reindex(columns=list(GRADIENT_COLUMNS))
+        return record, dict(json.loads(described))
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a Parquet file, or damaged; make it with --record-gradients") from error
 
@@ -178,10 +193,17 @@ def read_curve(path: Path) -> pd.DataFrame:
         raise UserError(f"{path}: damaged, or not a file of curves") from error
 
 
-def heatmap_matrix(record: pd.DataFrame) -> np.ndarray:
-    """(steps, layers): l2 norm of each layer's whole gradient at each step, the papers' heatmap."""
-    squares = record.assign(square=record["norm"] ** 2).groupby(["step", "layer"])["square"].sum()
-    return np.sqrt(squares.unstack("layer").sort_index().to_numpy())
+def heatmap_matrix(record: pd.DataFrame, column: str = "norm") -> np.ndarray:
+    """(steps, layers): l2 norm of each layer's whole gradient (or of another column) at each step."""
+    groups = record.assign(square=record[column] ** 2).groupby(["step", "layer"])["square"]
+    return np.sqrt(groups.sum(min_count=1).unstack("layer").sort_index().to_numpy())
+
+
+def step_size_matrix(record: pd.DataFrame) -> np.ndarray | None:
+    """(steps, layers): relative size |dW| / |W| of each layer's step; None for a record without steps."""
+    if record["update"].isna().any():
+        return None
+    return heatmap_matrix(record, "update") / heatmap_matrix(record, "weight")
 
 
 def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -> str:

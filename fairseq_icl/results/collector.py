@@ -3,6 +3,9 @@
 What is not defined has no row and is counted instead: `zero_updates_NAME` is the number of cosines that were set to 0
 because one of the vectors was zero, `undefined_NAME` the number of values left out (a quotient over no example, or
 activations that are not finite because training diverged).
+
+Beside every cosine NAME of two measured vectors stands `length_ratio_NAME`: their mean lengths over examples, the
+second's (FT's) divided by the first's (ICL's). It has means only, no rows for single examples.
 """
 
 import logging
@@ -14,12 +17,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Ranking, Ratio, Similarity, default_names, get_metric
+from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.results import Rows
+from fairseq_icl.results import LENGTH_RATIO, Rows
 from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ratio, resampling_counts
 from fairseq_icl.settings import Settings
 
@@ -86,16 +89,16 @@ class Series:
         self.parts: list[tuple[np.ndarray, ...]] = []
         self.is_ratio = self.is_ranking = self.is_per_layer = self.counts_zero_updates = False
 
-    def append(self, example: Tensor, outcome: Tensor | Similarity | Ratio | Ranking) -> None:
+    def append(self, example: Tensor, outcome: Outcome) -> None:
         """Take in a metric's outcome for examples (n,)."""
         zero_updates = None
         if isinstance(outcome, Ratio | Ranking):
             numerator, denominator = (_columns(part) for part in outcome)
-            self.is_ratio |= isinstance(outcome, Ratio)
-            self.is_ranking |= isinstance(outcome, Ranking)
+            self.is_ratio, self.is_ranking = isinstance(outcome, Ratio), isinstance(outcome, Ranking)
+            self.is_per_layer = self.is_ratio and outcome[0].ndim == 2
         else:
             if isinstance(outcome, Similarity):
-                outcome, zero_updates = outcome
+                outcome, zero_updates, _ = outcome
                 self.counts_zero_updates = True
             self.is_per_layer = outcome.ndim == 2
             value = _columns(outcome)
@@ -157,6 +160,12 @@ def _columns(values: Tensor) -> np.ndarray:
     return array.reshape(len(array), -1) if array.ndim == 1 else array
 
 
+def _length_ratio(first: Tensor, second: Tensor) -> Ratio:
+    """Lengths (n,) or (n, layers) as a quotient of sums; an example whose lengths are not finite takes no part."""
+    finite = first.isfinite() & second.isfinite()
+    return Ratio(torch.where(finite, second, 0.0), torch.where(finite, first, 0.0))
+
+
 class ByName(dict[str, Series]):
     """Series by name; one that is asked for and missing is begun."""
 
@@ -169,14 +178,15 @@ class Seen:
 
     def __init__(self) -> None:
         self.metrics = ByName()
+        self.lengths = ByName()
         self.labels = ByName()
         self.sets = ByName()
 
     def extend(self, other: "Seen") -> None:
         """Take in what another has seen."""
-        for mine, theirs in ((self.metrics, other.metrics), (self.labels, other.labels), (self.sets, other.sets)):
-            for name, series in theirs.items():
-                mine[name].extend(series)
+        for kind in ("metrics", "lengths", "labels", "sets"):
+            for name, series in getattr(other, kind).items():
+                getattr(self, kind)[name].extend(series)
 
 
 class Collector:
@@ -229,8 +239,9 @@ class Collector:
                     continue
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
                 seen = extras["attention"].example if "attention" in metric.needs else example
-                if outcome is not None:
-                    self.seen.metrics[name].append(seen, outcome)
+                self.seen.metrics[name].append(seen, outcome)
+                if isinstance(outcome, Similarity) and outcome.lengths is not None:
+                    self.seen.lengths[name].append(seen, _length_ratio(*outcome.lengths))
         self._add_predictions(example, settings)
 
     def merge(self, other: "Collector | Seen") -> "Collector":
@@ -289,14 +300,23 @@ class Collector:
                 rows.add_count(f"undefined_{name}", 1)
             return
         values = series.values  # (n, layers) or (n, 1)
-        self._add_means(rows, name, series, np.ones(len(series.examples), dtype=bool))
+        everyone = np.ones(len(series.examples), dtype=bool)
+        self._add_means(rows, name, series, everyone)
+        self._add_lengths(rows, name, everyone)
         rows.add_examples(name, series.examples, values, series.is_per_layer)
         if series.counts_zero_updates:
             rows.add_count(f"zero_updates_{name}", series.zero_updates.sum())
         if "both_f2t" in self.seen.sets and not series.is_ratio and not name.startswith("accuracy"):
             subset = self.seen.sets["both_f2t"]
             members = subset.examples[subset.values[:, 0] > 0]
-            self._add_means(rows, f"{name}_f2t", series, np.isin(series.examples, members))
+            chosen = np.isin(series.examples, members)
+            self._add_means(rows, f"{name}_f2t", series, chosen)
+            self._add_lengths(rows, name, chosen, "_f2t")
+
+    def _add_lengths(self, rows: Rows, name: str, chosen: np.ndarray, ending: str = "") -> None:
+        """The length ratio beside a cosine, over the chosen examples."""
+        if name in self.seen.lengths:
+            self._add_means(rows, f"{LENGTH_RATIO}{name}{ending}", self.seen.lengths[name], chosen)
 
     def _add_means(self, rows: Rows, name: str, series: Series, chosen: np.ndarray) -> None:
         """The mean over the chosen examples, and over layers; nothing if there is no such example."""

@@ -24,7 +24,11 @@ from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
-from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.training.gradients import GradientControl, layer_limits
+from fairseq_icl.training.sequential import sequential_step
+from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.step_sizes import equal_step_size
 
 
 def _flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
@@ -158,8 +162,10 @@ class DemonstrationPromptingTask(FairseqTask):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """The model with everything frozen but `--train-parameters`."""
         model = super().build_model(cfg, from_checkpoint)
-        model.freeze_all_but(self.settings.train_parameters, biases=self.settings.biases == "trained")
+        choose_what_learns(model, self.settings)
         model = LinearizedLM(model.decoder, model.trained_names) if self.cfg.linearize else model
+        if self.settings.softmax_gradient == "stopped":
+            stop_softmax_gradient(model.decoder)
         self._decoder = model.decoder
         return model
 
@@ -190,7 +196,13 @@ class DemonstrationPromptingTask(FairseqTask):
         if self.cfg.record_queries and not ignore_grad:
             for row, tokens in zip(sample["rows"], sample["tokens"], strict=True):
                 self.training_queries[row] = observe_training_queries(model, tokens)
-        loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+        if getattr(criterion, "sequential", False) and not ignore_grad:
+            if self._step[0]:
+                raise UserError("--update-freq: sequential updates are of one batch each; leave it at 1")
+            control = self._control(model)
+            loss, sample_size, logs = sequential_step(sample, model, criterion, optimizer, update_num, control)
+        else:
+            loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         if not ignore_grad:
             value = float(loss.detach())
             self._control(model).check_finite(optimizer, value, sample["rows"])
@@ -203,13 +215,15 @@ class DemonstrationPromptingTask(FairseqTask):
         self._control(model).before_step(optimizer, update_num, self._step)
         self._step = ([], 0.0, 0)
         super().optimizer_step(optimizer, model, update_num)
+        self._control(model).after_update()
 
     def _control(self, model: BaseFairseqModel) -> GradientControl:
         if self.control is None:
             settings, path = self.settings, self.cfg.record_gradients
             limits = layer_limits(settings.layer_clip, settings.layer_clip_value, model.decoder)
             recorder = GradientRecorder(model.decoder, Path(path)) if path else None
-            self.control = GradientControl(model.decoder, settings.layer_clip, limits, recorder)
+            size = equal_step_size(settings)
+            self.control = GradientControl(model.decoder, settings.layer_clip, limits, recorder, size)
         return self.control
 
     def valid_step(self, sample: dict[str, Any], model: BaseFairseqModel, criterion: Any) -> Any:

@@ -10,7 +10,7 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -32,8 +32,11 @@ from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
-from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.training.gradients import GradientControl, layer_limits
 from fairseq_icl.training.methods import Method, get_method, method_names, training_options
+from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.step_sizes import equal_step_size
 
 __all__ = ["fairseq_config", "fine_tuned"]
 
@@ -55,17 +58,18 @@ def fine_tuned(
     """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
 
     **Arguments**
-    - `method`: "gd", "lcgd", "linearized", "linearized_lcgd", or one that another package registered.
-    - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `train_parameters`,
-      `biases`, `layers`, `layer_loss`, `layer_causal_point`, `step_per`; by default as in `prompts.settings`.
+    - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", or one that another package brings.
+    - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `layer_step`,
+      `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`, `layer_causal_point`,
+      `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
     - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
       time of a vanilla step).
     - `after_demonstration`: called with (count, tuned, base) after every update that ends a demonstration: how many
       were learnt from, the model as it is then (its weights change later), and the base model.
 
-    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradients.py) are what
-    was recorded meanwhile.
+    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradient_record.py) are
+    what was recorded meanwhile.
     """
     for name in settings:
         if name not in SETTINGS or SETTINGS[name].affects != (TRAINING,):
@@ -104,11 +108,11 @@ def _train(
     config = fairseq_config(options | {"record_queries": record_queries})
     task = setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
     lm = model.lm
-    lm.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    choose_what_learns(lm, settings)
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, learner.decoder, limits)
-    task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder)
+    task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings))
     changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
     base = model if learner is not lm else model.under({name: lm.get_parameter(name).data for name in lm.trained_names})
     now = dataclasses.replace(model.under(None, method.name), **changed)
@@ -120,7 +124,10 @@ def _train(
             learner.train()
 
     ends = _ends_of_demonstrations(prompts, settings.step_per)
-    with own_copy_of_what_learns(learner) as weights:
+    with own_copy_of_what_learns(learner) as weights, ExitStack() as hooks:
+        if settings.softmax_gradient == "stopped":
+            for hook in stop_softmax_gradient(learner.decoder):
+                hooks.enter_context(hook)
         _run(config, task, learner, after_item)
     lm.eval()
     tuned = dataclasses.replace(model.under(weights, method.name), **changed)

@@ -70,7 +70,7 @@ def check_decoder(decoder: Any, layers: str | None, point: str = "layer") -> ran
     if point == "attention" and any(getattr(layer, "parallel_residual", False) for layer in decoder.layers):
         raise UserError(
             "layer_causal_point=attention: in this model attention and MLP run side by side, so there is no state "
-            "between them; use layer_causal_point=layer"
+            "between them; use layer_causal_point=layer or attention_output"
         )
     return parse_layers(layers, len(decoder.layers))
 
@@ -115,9 +115,10 @@ def _drop_graph(layer: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]
 
 
 def _observe(layer: Any, point: str, states: dict[int, Tensor], index: int) -> torch.utils.hooks.RemovableHandle:
-    """Hook that stores the layer's output or, for point `attention`, the residual stream right after attention."""
-    if point == "layer":
-        return layer.register_forward_hook(lambda _, __, output: states.update({index: output[0]}))
+    """Hook that stores the layer's output, the residual stream right after attention, or attention's own output."""
+    if point in ("layer", "attention_output"):
+        module = layer if point == "layer" else layer.self_attn
+        return module.register_forward_hook(lambda _, __, output: states.update({index: output[0]}))
     if layer.normalize_before:
         return layer.final_layer_norm.register_forward_pre_hook(lambda _, args: states.update({index: args[0]}))
     return layer.self_attn_layer_norm.register_forward_hook(lambda _, __, output: states.update({index: output}))

@@ -33,6 +33,7 @@ PROTOCOL: dict[str, Any] = {
     "data_buffer_size": 0,
     "log_format": "none",
     "linearize": False,
+    "sequential": False,
     "record_queries": True,
     "no_save": True,
     "disable_validation": True,
@@ -87,6 +88,11 @@ def register_method(method: Method) -> Method:
 for _method in (
     Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", ("--criterion", "cross_entropy")),
     Method("lcgd", "layer-causal fine-tuning", ("--criterion", "layer_causal_ce")),
+    Method(
+        "lcgd_sequential",
+        "layer-causal fine-tuning in which every layer takes its step before the next one sees its input",
+        ("--criterion", "layer_causal_ce", "--sequential"),
+    ),
     Method(
         "linearized", "vanilla fine-tuning of the linearized model", ("--criterion", "cross_entropy", "--linearize")
     ),
@@ -155,7 +161,10 @@ def training_options(method: Method, settings: Settings, files: ModelFiles, data
     options = PROTOCOL | {"data": data, "dataset": dataset, **files.options()} | method.options
     components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])
     given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.is_flag_of(*components)}
-    return {name: value for name, value in (options | given | method.options).items() if value is not None}
+    # A flag of False is one that is not given: not every criterion knows all of them.
+    return {
+        n: value for n, value in (options | given | method.options).items() if value is not None and value is not False
+    }
 
 
 def training_command(options: Mapping[str, Any], **more: Any) -> str:

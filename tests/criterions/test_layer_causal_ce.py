@@ -29,19 +29,20 @@ def by_definition(model: PretrainedLM, sample: dict, point: str) -> list[Tensor]
         x, residual = x.detach(), x.detach()
         mask = decoder.buffered_future_mask(x)
         y = layer.self_attn_layer_norm(x) if layer.normalize_before else x
-        x = residual + layer.self_attn(y, y, y, attn_mask=mask, need_weights=False)[0]
+        attended = layer.self_attn(y, y, y, attn_mask=mask, need_weights=False)[0]
+        x = residual + attended
         x = after_attention = x if layer.normalize_before else layer.self_attn_layer_norm(x)
         y = layer.final_layer_norm(x) if layer.normalize_before else x
         x = x + layer.fc2(layer.activation_fn(layer.fc1(y)))
         x = x if layer.normalize_before else layer.final_layer_norm(x)
-        state = after_attention if point == "attention" else x
+        state = {"layer": x, "attention": after_attention, "attention_output": attended}[point]
         state = decoder.layer_norm(state) if decoder.layer_norm is not None else state
         logits = decoder.output_projection(state.transpose(0, 1)).flatten(0, 1)
         losses.append(cross_entropy(logits, sample["target"].flatten(), ignore_index=PAD, reduction="sum"))
     return losses
 
 
-@pytest.mark.parametrize("point", ["layer", "attention"])
+@pytest.mark.parametrize("point", ["layer", "attention", "attention_output"])
 @pytest.mark.parametrize("options", [{}, {"decoder_normalize_before": False}], ids=["pre-norm", "post-norm"])
 def test_loss_and_gradients_follow_the_definition(point: str, options: dict):
     sample, model = sample_of(TOKENS), build_model(**options)

@@ -33,7 +33,7 @@ def test_no_parameter_changes_the_gradients_of_layers_below_it(perturbed: str, p
         assert any(not torch.equal(before[name], after[name]) for name in own_or_above)
 
 
-@pytest.mark.parametrize("point", ["layer", "attention"])
+@pytest.mark.parametrize("point", ["layer", "attention", "attention_output"])
 def test_joint_gradient_is_the_sum_over_single_layer_runs(point: str):
     model, sample = build_model(train_all=True), sample_of(TOKENS)
     joint = gradients(model, criterion(layer_causal_point=point)(model, sample)[0])

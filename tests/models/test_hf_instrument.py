@@ -227,6 +227,8 @@ def test_the_parallel_layer_has_no_state_between_attention_and_mlp(root: Path) -
         fi.fine_tuned(model, prompts, "lcgd", lr=0.1, layer_causal_point="attention"),
     ):
         pass
+    with fi.fine_tuned(model, prompts, "lcgd", lr=0.1, layer_causal_point="attention_output") as tuned:
+        assert tuned.gradients["norm"].max() > 0
 
 
 @pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "model.safetensors"])

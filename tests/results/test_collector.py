@@ -4,6 +4,7 @@ import logging
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -61,8 +62,10 @@ def test_no_value_is_undefined_and_intervals_hold_their_mean(triple):
     bounded = table.dropna(subset=["low"])
     assert (bounded["low"] <= bounded["value"] + 1e-9).all()
     assert (bounded["value"] <= bounded["high"] + 1e-9).all()
-    shares = bounded[~bounded["metric"].str.startswith("log_likelihood")]
-    assert (shares["value"].abs() <= 1 + 1e-9).all()
+    is_ratio = bounded["metric"].str.startswith("length_ratio_")
+    is_share = ~is_ratio & ~bounded["metric"].str.startswith("log_likelihood")
+    assert (bounded.loc[is_share, "value"].abs() <= 1 + 1e-9).all()
+    assert (bounded.loc[is_ratio, "value"] >= 0).all()
 
 
 def test_means_are_over_examples_then_layers():
@@ -236,4 +239,45 @@ def test_compare_with_chosen_metrics_a_second_model_and_weights():
     metrics = ["alpha", "sim_weights"]
     table = compare(prompts_of(), zsl, icl, ft, other_ft=other, metrics=metrics, weights=weights)
     measured = set(table.dropna(subset=["low"])["metric"])
-    assert {name.removesuffix("_f2t") for name in measured} == set(metrics)
+    assert {name.removesuffix("_f2t").removeprefix("length_ratio_") for name in measured} == set(metrics)
+
+
+def test_a_length_ratio_stands_beside_every_cosine_of_two_measured_vectors():
+    zsl, icl, ft = (random_observation(seed) for seed in range(3))
+    table = compare(prompts_of(), zsl, icl, ft)
+    cosines = {name for name in table["metric"] if name.startswith(("sim_aou", "sim_am")) and "random" not in name}
+    ratios = {name.removeprefix("length_ratio_") for name in table["metric"] if name.startswith("length_ratio_")}
+    assert ratios == {name for name in cosines if not name.startswith(("zero_", "undefined_"))}
+    lengths = [(seen.attention_output - zsl.attention_output).double().norm(dim=-1).sum(0) for seen in (icl, ft)]
+    chosen = table[table["metric"] == "length_ratio_sim_aou"]
+    assert chosen["example"].isna().all()
+    by_layer = chosen[chosen["layer"].notna()].sort_values("layer")
+    np.testing.assert_allclose(by_layer["value"], lengths[1] / lengths[0])
+    overall = chosen[chosen["layer"].isna()]
+    assert overall["value"].item() == pytest.approx(float((lengths[1] / lengths[0]).mean()))
+    assert overall["low"].item() < overall["value"].item() < overall["high"].item()
+    twice = replace(ft, attention_output=2 * ft.attention_output - zsl.attention_output)  # an update twice as long
+    again = compare(prompts_of(), zsl, icl, twice)
+    longer = again[(again["metric"] == "length_ratio_sim_aou") & again["layer"].isna()]["value"].item()
+    assert longer == pytest.approx(2 * overall["value"].item(), rel=1e-5)
+
+
+def test_a_length_ratio_of_heads_is_that_of_all_heads_together():
+    zsl, icl, ft = (random_observation(seed) for seed in range(3))
+    table = compare(prompts_of(), zsl, icl, ft, metrics=["sim_am_after"])
+    rows = [seen.attention_row.double().flatten(2).norm(dim=-1).sum(0) for seen in (icl, ft)]
+    found = table[(table["metric"] == "length_ratio_sim_am_after") & table["layer"].notna()].sort_values("layer")
+    np.testing.assert_allclose(found["value"], rows[1] / rows[0])
+
+
+def test_a_length_ratio_to_no_change_is_counted_and_one_of_diverged_numbers_leaves_the_others():
+    zsl, icl, ft = (random_observation(seed) for seed in range(3))
+    table = means(compare(prompts_of(), zsl, zsl, ft, metrics=["sim_aou"]))
+    assert "length_ratio_sim_aou" not in table
+    assert table["undefined_length_ratio_sim_aou"] == 1
+    output = ft.attention_output.clone()
+    output[0] = torch.inf
+    broken = means(compare(prompts_of(), zsl, icl, replace(ft, attention_output=output), metrics=["sim_aou"]))
+    others = [seen.take(torch.arange(1, 6)) for seen in (zsl, icl, ft)]
+    without = means(compare(prompts_of(), *others, metrics=["sim_aou"]))
+    assert broken["length_ratio_sim_aou"] == pytest.approx(without["length_ratio_sim_aou"])

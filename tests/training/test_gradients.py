@@ -15,8 +15,9 @@ from torch import nn
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.results import GRADIENT_COLUMNS, read_gradient_record
-from fairseq_icl.training import gradients
-from fairseq_icl.training.gradients import GradientControl, GradientRecorder, layer_limits
+from fairseq_icl.training import gradient_record
+from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.training.gradients import GradientControl, layer_limits
 from tests.criterions.tiny_model import build_model, criterion, sample_of
 
 SAMPLE = sample_of([[0, 5, 7, 4, 9, 11], [0, 8, 6, 10, 2, 5]])
@@ -95,6 +96,8 @@ def update_of(model: PretrainedLM, optimizer: FairseqOptimizer, control: Gradien
     if control is not None:
         control.before_step(optimizer, 0, ([7], 1.0, SAMPLE_SIZE))
     optimizer.step()
+    if control is not None:
+        control.after_update()
     changes = [old - new.detach().float() for old, new in zip(before, trained(model), strict=True)]
     per_layer = len(changes) // LAYERS
     return [torch.cat([c.flatten() for c in changes[i : i + per_layer]]) for i in range(0, len(changes), per_layer)]
@@ -162,6 +165,7 @@ def run(path: Path | None, rows: list[int], clip: str = "none", value: str | Non
         before = [parameter.detach().clone() for parameter in trained(model)]
         control.before_step(optimizer, step, ([row], loss.item(), SAMPLE_SIZE))
         optimizer.step()
+        control.after_update()
     changes = [old - new.detach() for old, new in zip(before, trained(model), strict=True)]
     return [torch.cat([change.flatten() for change in changes[i : i + 4]]) for i in range(0, len(changes), 4)]
 
@@ -214,8 +218,7 @@ def test_bad_limit_is_told_in_one_line(clip: str, value: str | None, message: st
 
 def test_a_record_in_memory_stands_for_the_name_of_a_method():
     model = build_model(dtype=torch.float32)
-    control = control_of(model)
-    control.recorder = GradientRecorder(model.decoder)
+    control = GradientControl(model.decoder, recorder=GradientRecorder(model.decoder))
     update_of(model, prepared(model), control)
     limits = layer_limits("norm", "gd", model.decoder, control.recorder.table())
     assert limits.loc[0, "demonstration"] == "7"
@@ -243,6 +246,7 @@ def test_overflow_of_half_precision_is_left_to_fairseq(tmp_path: Path):
     trained(model)[0].grad = torch.full_like(trained(model)[0], math.inf)
     control = control_of(model, record=tmp_path / "record.parquet")
     control.before_step(amp, 0, ([7], 1.0, SAMPLE_SIZE))
+    control.after_update()
     assert not (tmp_path / "record.parquet").exists()
 
 
@@ -265,7 +269,7 @@ def norms(step: int) -> list[float]:
 def write(path: Path, steps: range) -> Path:
     record = recorder(path)
     for step in steps:
-        record.add(step, str(step * 10), norms(step), 2.5, 8)
+        record.add(step, str(step * 10), norms(step), 2.5, 8, norms(step), norms(step))
     record.flush()
     return path
 
@@ -287,16 +291,16 @@ def test_layer_norms_are_given_by_step_with_their_demonstration(tmp_path: Path):
 def test_small_record_is_on_disk_after_every_step_and_leaves_nothing_else(tmp_path: Path):
     record = recorder(tmp_path / "r.parquet")
     for step in range(3):
-        record.add(step, "0", norms(step), 2.5, 8)
+        record.add(step, "0", norms(step), 2.5, 8, norms(step), norms(step))
         assert steps(tmp_path / "r.parquet").max() == step
     assert [path.name for path in tmp_path.iterdir()] == ["r.parquet"]
 
 
 def test_large_record_is_written_now_and_then_and_by_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gradients, "ROWS_WRITTEN_EVERY_STEP", 0)
+    monkeypatch.setattr(gradient_record, "ROWS_WRITTEN_EVERY_STEP", 0)
     record = recorder(tmp_path / "r.parquet")
     for step in range(101):
-        record.add(step, "0", norms(step), 2.5, 8)
+        record.add(step, "0", norms(step), 2.5, 8, norms(step), norms(step))
     assert 90 <= steps(tmp_path / "r.parquet").max() < 100
     record.flush()
     assert steps(tmp_path / "r.parquet").max() == 100
@@ -319,7 +323,7 @@ def test_record_of_other_parameters_is_not_continued(tmp_path: Path):
     write(tmp_path / "r.parquet", range(3))
     other = recorder(tmp_path / "r.parquet", layers=1)
     with pytest.raises(UserError, match="another run"):
-        other.add(3, "0", [1.0, 2.0], 2.5, 8)
+        other.add(3, "0", [1.0, 2.0], 2.5, 8, [1.0, 2.0], [1.0, 2.0])
 
 
 def test_record_of_another_model_is_refused(tmp_path: Path):
@@ -355,7 +359,7 @@ def test_recorder_without_a_path_writes_nothing_and_has_the_table(tmp_path: Path
     assert list(record.table().columns) == list(GRADIENT_COLUMNS)
     assert len(record.table()) == 0
     for step in range(3):
-        record.add(step, "4", norms(step), 2.5, 8)
+        record.add(step, "4", norms(step), 2.5, 8, norms(step), norms(step))
     record.flush()
     assert list(tmp_path.iterdir()) == []
     path = write(tmp_path / "r.parquet", range(3))

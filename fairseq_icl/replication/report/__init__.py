@@ -11,6 +11,7 @@ from fairseq_icl.replication.report import html, text
 from fairseq_icl.replication.report.rates import rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.stability import stability_tables
+from fairseq_icl.replication.report.steps import steps_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ DOTS_PER_INCH = 130
 
 def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> dict[str, Path]:
     """Write the report; returns the path of each format's main file."""
-    from fairseq_icl.replication.report.figures import all_figures  # matplotlib, which tables alone can do without
+    # matplotlib, which tables alone can do without
+    from fairseq_icl.replication.report.figures import all_figures
+    from fairseq_icl.replication.report.step_figures import step_figures
 
     papers, comparisons = paper_tables(run), other_tables(run)
-    drawings = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
+    drawings = [*all_figures(run), *step_figures(run)] if {"html", "md", "tex"} & set(formats) else []
     written = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
 
 def other_tables(run: Run) -> list[Table]:
     """What a run shows beyond the papers' tables: variants, rounding, learning rates."""
-    return [*comparison_tables(run), *stability_tables(run), *rate_tables(run)]
+    return [*steps_tables(run), *comparison_tables(run), *stability_tables(run), *rate_tables(run)]
 
 
 def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:

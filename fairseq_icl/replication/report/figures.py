@@ -130,7 +130,7 @@ def _ticks(count: int) -> tuple[list[int], list[str]]:
 
 def accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
     """Accuracy of ICL and ZSL against the number of demonstrations."""
-    yield from _curves(
+    yield from curves(
         run.against("num_demonstrations"),
         model,
         "num_demonstrations",
@@ -146,7 +146,7 @@ def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
     points = run.against("lr")
     for metric in ("accuracy_ft", *SIMILARITIES):
         name, unit, scale = _axis(metric)
-        yield from _curves(
+        yield from curves(
             points,
             model,
             "lr",
@@ -166,7 +166,7 @@ def switched_labels(run: Run, model: str) -> Iterator[Drawing]:
         for metrics in (("accuracy_icl", "accuracy_ft"), *((metric,) for metric in SIMILARITIES)):
             name, unit, scale = _axis(metrics[-1])
             title = "Accuracy" if len(metrics) > 1 else name
-            yield from _curves(
+            yield from curves(
                 chosen,
                 model,
                 "switch_fraction",
@@ -183,7 +183,7 @@ def _axis(metric: str) -> tuple[str, str, float]:
     return NAMES[metric], "cosine", 1.0
 
 
-def _curves(
+def curves(
     points: pd.DataFrame,
     model: str,
     setting: str,

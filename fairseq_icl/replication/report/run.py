@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
 from fairseq_icl.replication.store import Store
-from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record
+from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record, step_size_matrix
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds and permutations are averaged over."""
@@ -43,6 +43,8 @@ class Run:
     """Name of a model -> what `model` was in the configuration."""
     curves: dict[str, pd.DataFrame] = field(default_factory=dict)
     """Key -> metrics after each demonstration (CURVE_COLUMNS)."""
+    step_sizes: dict[str, np.ndarray] = field(default_factory=dict)
+    """Key -> relative size |dW| / |W| of each layer's step: (steps, layers)."""
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -111,7 +113,7 @@ def load_run(folder: str | Path) -> Run:
     planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
     planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
-    configurations, tables, gradients, curves = {}, [], {}, {}
+    configurations, tables, gradients, step_sizes, curves = {}, [], {}, {}, {}
     for key in planned.loc[planned["finished"], "key"].drop_duplicates():
         cell = read_cell(store, key)
         configurations[key] = cell.configuration
@@ -120,14 +122,16 @@ def load_run(folder: str | Path) -> Run:
             gradients[key] = cell.gradients
         if cell.curve is not None:
             curves[key] = cell.curve
+        if cell.step_sizes is not None:
+            step_sizes[key] = cell.step_sizes
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
     models = {str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)}
-    shown_tables, kinds = list(shown), list(experiments)
-    return Run(Path(folder), planned, configurations, values, kinds, shown_tables, gradients, models, curves)
+    names_of = (list(experiments), list(shown))
+    return Run(Path(folder), planned, configurations, values, *names_of, gradients, models, curves, step_sizes)
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,9 @@ class CellResults:
 
     configuration: dict[str, Any]
     means: pd.DataFrame
-    gradients: np.ndarray | None
-    curve: pd.DataFrame | None
+    gradients: np.ndarray | None = None
+    step_sizes: np.ndarray | None = None
+    curve: pd.DataFrame | None = None
 
 
 def read_cell(store: Store, key: str) -> CellResults:
@@ -148,11 +153,12 @@ def read_cell(store: Store, key: str) -> CellResults:
         said = configuration.get("cell")
         if not isinstance(said, dict) or not isinstance(said.get("settings"), dict):
             raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
-        record = folder / "gradients.parquet"
-        gradients = heatmap_matrix(read_gradient_record(record)[0]) if os.path.lexists(record) else None
-        over_j = folder / "curve.parquet"
-        curve = read_curve(over_j) if os.path.lexists(over_j) else None
-        return CellResults(configuration, read_means(folder / "results.parquet"), gradients, curve)
+        means, over_j = read_means(folder / "results.parquet"), folder / "curve.parquet"
+        found = CellResults(configuration, means, curve=read_curve(over_j) if os.path.lexists(over_j) else None)
+        if not os.path.lexists(folder / "gradients.parquet"):
+            return found
+        record, _ = read_gradient_record(folder / "gradients.parquet")
+        return replace(found, gradients=heatmap_matrix(record), step_sizes=step_size_matrix(record))
     except UserError as error:
         said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
         raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error

@@ -12,6 +12,7 @@ import yaml
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import PACKAGE
 from fairseq_icl.replication.report.run import Run
+from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import nearest
 
 PUBLISHED = PACKAGE / "config" / "published.yaml"
@@ -36,6 +37,7 @@ MARKS = {
     ONE_EXAMPLE: "n=1: a single validation example, which has no interval.",
 }
 PERCENT = ("accuracy_", "rec2ftp", "rpa")
+LENGTHS = "length ratio: how long FT's vector is in units of ICL's, at every cosine of the two (of their mean lengths)."
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Entry:
     published_sd: float | None = None
     doubtful: str = ""
     keys: tuple[str, ...] = ()
+    length_ratio: float | None = None
+    """Of a cosine: how long FT's vector is in units of ICL's."""
     mark: str = ""
     """What has to be known to read the number: NO_UPDATE or ONE_EXAMPLE."""
 
@@ -186,7 +190,10 @@ def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference
     others = {key: value for key, value in selection.items() if key != "metric"}
     counts = _select(run.summary, others).groupby("metric")["mean"].max()  # a selection may leave the method open
     mark = _mark(selection["metric"], numbers["mean"], counts)
-    return Entry(**numbers, runs=int(row["runs"]), planned=planned, keys=tuple(row["keys"]), mark=mark, **reference)
+    beside = _select(run.summary, selection | {"metric": f"{LENGTH_RATIO}{selection['metric']}"})
+    ratio = None if beside.empty else float(beside.iloc[0]["mean"])
+    runs, keys = int(row["runs"]), tuple(row["keys"])
+    return Entry(**numbers, runs=runs, planned=planned, keys=keys, mark=mark, length_ratio=ratio, **reference)
 
 
 def _mark(metric: str, mean: float | None, counts: pd.Series) -> str:
@@ -197,8 +204,10 @@ def _mark(metric: str, mean: float | None, counts: pd.Series) -> str:
 
 
 def _notes_of_marks(rows: Iterable[tuple[str, Sequence[Entry]]]) -> list[str]:
-    found = {entry.mark for _, entries in rows for entry in entries}
-    return [text for mark, text in MARKS.items() if mark in found]
+    entries = [entry for _, row in rows for entry in row]
+    found = {entry.mark for entry in entries}
+    lengths = [LENGTHS] if any(entry.length_ratio is not None for entry in entries) else []
+    return lengths + [text for mark, text in MARKS.items() if mark in found]
 
 
 def _select(frame: pd.DataFrame, selection: dict[str, Any]) -> pd.DataFrame:
@@ -257,5 +266,7 @@ def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
         return Entry(published=reference)
     row = average.loc[(variant, metric)]
     mean, sd = _number(row["mean"], scale), _number(row["sd"], scale)
-    mark = _mark(metric, mean, average["mean"].loc[variant])
-    return Entry(mean, sd, runs=int(row["runs"]), published=reference, keys=tuple(row["keys"]), mark=mark)
+    own = average["mean"].loc[variant]
+    mark, ratio = _mark(metric, mean, own), _number(own.get(f"{LENGTH_RATIO}{metric}"), 1.0)
+    runs, keys = int(row["runs"]), tuple(row["keys"])
+    return Entry(mean, sd, runs=runs, published=reference, keys=keys, mark=mark, length_ratio=ratio)

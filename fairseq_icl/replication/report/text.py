@@ -52,11 +52,18 @@ def interval(entry: Entry, decimals: int) -> str:
     return f"[{entry.low:.{decimals}f}, {entry.high:.{decimals}f}]"
 
 
+def length_ratio(entry: Entry, decimals: int) -> str:
+    """How long the second vector of a cosine is in units of the first."""
+    return NOT_PLANNED if entry.length_ratio is None else f"{entry.length_ratio:.{decimals}f}"
+
+
 def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True) -> list[tuple[str, Show]]:
     """The lines a row needs: our number always, the others where any of its entries has them."""
     kinds: list[tuple[str, Show]] = [("ours", ours)]
     if intervals and any(entry.low is not None for entry in entries):
         kinds.append(("95 % interval", interval))
+    if any(entry.length_ratio is not None for entry in entries):
+        kinds.append(("length ratio", length_ratio))
     if any(entry.published is not None for entry in entries):
         kinds += [(reference, beside)] if reference != PLAIN else []  # the plain run is the first row already
         kinds.append(("difference", difference))
@@ -122,6 +129,7 @@ def comma_separated(tables: Sequence[Table]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
+    names += ["length_ratio"]
     writer.writerow(["table", "row", "column", *names, "reference", "cells"])
     for table in tables:
         for label, entries in table.rows:

@@ -1,0 +1,71 @@
+"""What learns, and the derivative through the attention weights, kept or stopped.
+
+    attention(x) = softmax(Q K^T) V,     Q, K, V projections of x
+
+`softmax_gradient=stopped` takes softmax(Q K^T) for a constant: the loss reaches V alone. So queries and keys get no
+gradient, and below an attention module it arrives through the values and the residual stream only. Outputs do not
+change by one bit. A linearized model still moves by the true derivative J delta; what is stopped is learning, which is
+backward.
+"""
+
+from typing import Any
+
+import torch
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.observing.probe import attention_modules, is_plain
+from fairseq_icl.settings import Settings
+
+BEFORE_SOFTMAX = ("q_", "k_")
+"""How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
+
+
+def choose_what_learns(model: PretrainedLM, settings: Settings) -> None:
+    """Freeze all parameters but those that `train_parameters`, `biases` and `softmax_gradient` let learn."""
+    model.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    if settings.softmax_gradient == "stopped":
+        for module in attention_modules(model.decoder):
+            for name, parameter in module.named_parameters():
+                if name.startswith(BEFORE_SOFTMAX):
+                    parameter.requires_grad_(False)
+        if not model.trained_names:
+            raise UserError(
+                f"softmax_gradient=stopped: leaves nothing to learn of train_parameters={settings.train_parameters}; "
+                "add self_attn.v_proj"
+            )
+
+
+def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:
+    """Hooks on a decoder of which queries and keys are frozen; they act in passes that keep a graph."""
+    hooks: list[RemovableHandle] = []
+    for module in attention_modules(decoder):
+        if is_plain(module):
+            # fairseq's fused attention never calls q_proj and k_proj, but projects the three inputs it is given.
+            hooks.append(module.register_forward_pre_hook(_detach_query_and_key, with_kwargs=True))
+        elif isinstance(module, MultiheadAttention):
+            raise UserError(
+                "softmax_gradient=stopped: not implemented for this model's attention (extra keys, or xformers); "
+                "use softmax_gradient=kept"
+            )
+        else:
+            hooks += [part.register_forward_hook(_detach_output) for part in (module.q_proj, module.k_proj)]
+    return hooks
+
+
+def _detach_query_and_key(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Passes without a graph have nothing to stop, and detach would drop the tangents of forward-mode differentiation.
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    names = ("query", "key")
+    detached = {name: kwargs[name].detach() for name in names if name in kwargs}
+    return (*(x.detach() for x in args[:2]), *args[2:]), kwargs | detached
+
+
+def _detach_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.detach() if torch.is_grad_enabled() else output
