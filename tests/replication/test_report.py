@@ -17,8 +17,9 @@ from fairseq_icl.commands.report import main
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.report import write_report
 from fairseq_icl.replication.report.figures import switched_labels
+from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run, load_run
-from fairseq_icl.replication.report.tables import comparison_tables, paper_tables, published_figures
+from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
 from fairseq_icl.replication.report.text import escaped, latex, markdown, plain
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results import COLUMNS, write_results

@@ -3,18 +3,15 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import PACKAGE
+from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_means, inits_of, published_figures
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.settings import nearest
 
-PUBLISHED = PACKAGE / "config" / "published.yaml"
 AVERAGE = "average"
 PLAIN = "plain run"
 METRICS: tuple[str, ...] = (
@@ -52,6 +49,8 @@ class Entry:
     published: float | None = None
     published_sd: float | None = None
     doubtful: str = ""
+    authors: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    """Precision -> mean and SD over seeds of the authors' own runs."""
     keys: tuple[str, ...] = ()
     mark: str = ""
     """What has to be known to read the number: NO_UPDATE or ONE_EXAMPLE."""
@@ -90,12 +89,6 @@ def check_tables(names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise UserError(f"tables={name}: no such published table; {nearest(str(name), known)}")
-
-
-@cache
-def published_figures() -> dict[str, Any]:
-    """The papers' figures, as the package's YAML has them."""
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
 
 
 def paper_tables(run: Run) -> list[Table]:
@@ -138,6 +131,7 @@ def paper_table(run: Run, name: str, model: str, size: str) -> Table:
     scale = 100.0 if said.get("percent") else 1.0
     rows = [_paper_row(run, row, model, size, columns, said["columns"], scale) for row in said["rows"]]
     notes = [f"Ours: {model}; published: {size}."] if size != model else []
+    notes += [f"{said['note']}."] if "note" in said else []
     notes += [
         f"Doubtful: {row['label']}, {dataset}: {why}."
         for row in said["rows"]
@@ -157,11 +151,16 @@ def _paper_row(
     figures = row.get("published", {}).get(size, {})
     figure = dict(zip(published, figures.get("values", []), strict=False))
     spread = dict(zip(published, figures.get("sd", []), strict=False))
+    selection = {"variant": "", "init": "pretrained", **row["select"], "model": model}
+    planned = set(run.planned.loc[run.planned["model"] == model, "init"])
+    inits = inits_of(selection["init"])
+    selection["init"] = next((init for init in inits if init in planned), inits[0])
     entries = [
         look_up(
             run,
-            {"variant": "", "init": "pretrained", **row["select"], "model": model, "dataset": dataset},
+            selection | {"dataset": dataset},
             scale=scale,
+            authors=_authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {},
             published=figure.get(dataset),
             published_sd=spread.get(dataset),
             doubtful=row.get("doubtful", {}).get(dataset, ""),
@@ -172,6 +171,20 @@ def _paper_row(
     if columns[: len(published)] == published:
         return row["label"], (*entries, _average(entries[: len(published)], figures.get("avg")))
     return row["label"], (*entries, _average(entries, None))
+
+
+def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, tuple[float, float | None]]:
+    """The mean and SD of the authors' runs that a row of a published table stands for, by precision."""
+    variant = select.get("variant", "")
+    clip = float(variant.removeprefix("clip_norm=")) if variant.startswith("clip_norm=") else 0.0
+    known = authors_means() if clip or not variant else {}
+    found = {}
+    for precision in ("fp16", "fp32"):
+        place = (inits_of(select.get("init", "pretrained"))[0], clip, dataset, precision)
+        if (select["metric"], select.get("method"), *place) in known:
+            mean, sd, _ = known[select["metric"], select.get("method"), *place]
+            found[precision] = mean * scale, None if math.isnan(sd) else sd * scale
+    return found
 
 
 def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:

@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
@@ -13,6 +14,7 @@ Show = Callable[[Entry, int], str]
 MISSING = "missing"
 UNDEFINED = "0/0"
 NOT_PLANNED = "–"
+PRECISIONS = ("fp16", "fp32")
 SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
@@ -38,6 +40,14 @@ def beside(entry: Entry, decimals: int) -> str:
     return text + ("?" if entry.doubtful else "")
 
 
+def of_authors(entry: Entry, decimals: int, precision: str) -> str:
+    """What the authors' own runs gave in this precision."""
+    if precision not in entry.authors:
+        return NOT_PLANNED
+    mean, sd = entry.authors[precision]
+    return f"{mean:.{decimals}f}" + (f" ± {sd:.{decimals}f}" if sd is not None else "")
+
+
 def difference(entry: Entry, decimals: int) -> str:
     """Ours minus the published number, with its sign."""
     return NOT_PLANNED if entry.difference is None else f"{entry.difference:+.{decimals}f}"
@@ -57,10 +67,12 @@ def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True
     kinds: list[tuple[str, Show]] = [("ours", ours)]
     if intervals and any(entry.low is not None for entry in entries):
         kinds.append(("95 % interval", interval))
-    if any(entry.published is not None for entry in entries):
-        kinds += [(reference, beside)] if reference != PLAIN else []  # the plain run is the first row already
-        kinds.append(("difference", difference))
-    return kinds
+    published = any(entry.published is not None for entry in entries)
+    if published and reference != PLAIN:  # the plain run is the first row already
+        kinds.append((reference, beside))
+    for precision in sorted({precision for entry in entries for precision in entry.authors}):
+        kinds.append((f"authors' runs, {precision}", partial(of_authors, precision=precision)))
+    return [*kinds, ("difference", difference)] if published else kinds
 
 
 def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
@@ -122,11 +134,13 @@ def comma_separated(tables: Sequence[Table]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
-    writer.writerow(["table", "row", "column", *names, "reference", "cells"])
+    authors = [f"authors_{precision}" for precision in PRECISIONS]
+    writer.writerow(["table", "row", "column", *names, *authors, "reference", "cells"])
     for table in tables:
         for label, entries in table.rows:
             for column, entry in zip(table.columns, entries, strict=True):
                 values = [_blank(getattr(entry, name)) for name in names]
+                values += [_blank(entry.authors.get(precision, (None,))[0]) for precision in PRECISIONS]
                 words = (table.name, label, column, table.reference, " ".join(map(str, entry.keys)))
                 name, label_text, column_text, reference, keys = map(spreadsheet_safe, words)
                 writer.writerow([name, label_text, column_text, *values, reference, keys])
