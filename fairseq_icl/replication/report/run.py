@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ class Run:
     """Names of the published tables to show."""
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
+    steps: dict[str, pd.DataFrame] = field(default_factory=dict)
+    """Key -> loss_bits, sample_size and gradient_norm of each step of fine-tuning."""
+    folders: dict[str, Path] = field(default_factory=dict)
+    """Model -> the results folder it comes from, where there are several."""
+
+    def cell_folder(self, model: str, key: str) -> Path:
+        """Where the files of a finished cell are."""
+        return self.folders.get(model, self.folder) / "cells" / key
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -107,19 +115,57 @@ def load_run(folder: str | Path) -> Run:
     planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
     planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
-    configurations, tables, gradients = {}, [], {}
+    configurations, tables, gradients, steps = {}, [], {}, {}
     for key in planned.loc[planned["finished"], "key"].drop_duplicates():
         cell = read_cell(store, key)
         configurations[key] = cell.configuration
         tables.append(cell.means.assign(key=key))
-        if cell.gradients is not None:
-            gradients[key] = cell.gradients
+        if cell.record is not None:
+            gradients[key], steps[key] = heatmap_matrix(cell.record), steps_of(cell.record)
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
-    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients)
+    return Run(Path(folder), planned, configurations, values, list(experiments), list(shown), gradients, steps)
+
+
+def side_by_side(runs: Sequence[Run]) -> Run:
+    """Several results folders as one run; models of the same name are told apart by their folders."""
+    names = [model for run in runs for model in run.planned["model"].drop_duplicates()]
+    folders: dict[str, Path] = {}
+    renamed = []
+    for number, run in enumerate(runs):
+        same = [other for other in runs if other is not run and other.folder.name == run.folder.name]
+        label = f"{run.folder.name} ({number + 1})" if same else run.folder.name
+        new = {model: f"{model} [{label}]" if names.count(model) > 1 else model for model in set(names)}
+        folders |= {new[model]: run.folder for model in run.planned["model"].drop_duplicates()}
+        frames = (run.planned.replace({"model": new}), run.values.replace({"model": new}))
+        renamed.append(replace(run, planned=frames[0], values=frames[1]))
+    return Run(
+        runs[0].folder,
+        pd.concat([run.planned for run in renamed], ignore_index=True),
+        {key: said for run in renamed for key, said in run.configurations.items()},
+        pd.concat([run.values for run in renamed], ignore_index=True),
+        list(dict.fromkeys(name for run in renamed for name in run.experiments)),
+        list(dict.fromkeys(name for run in renamed for name in run.tables)),
+        {key: grid for run in renamed for key, grid in run.gradients.items()},
+        {key: table for run in renamed for key, table in run.steps.items()},
+        folders,
+    )
+
+
+def steps_of(record: pd.DataFrame) -> pd.DataFrame:
+    """Loss (bits a token, summed over layers where they have losses), tokens and gradient norm of every step."""
+    groups = record.sort_values("step").groupby("step")
+    first = groups[["loss_sum", "sample_size"]].first()
+    return pd.DataFrame(
+        {
+            "loss_bits": first["loss_sum"] / first["sample_size"] / np.log(2),
+            "sample_size": first["sample_size"],
+            "gradient_norm": np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum()))),
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +174,8 @@ class CellResults:
 
     configuration: dict[str, Any]
     means: pd.DataFrame
-    gradients: np.ndarray | None
+    record: pd.DataFrame | None
+    """Of the gradients."""
 
 
 def read_cell(store: Store, key: str) -> CellResults:
@@ -139,9 +186,9 @@ def read_cell(store: Store, key: str) -> CellResults:
         said = configuration.get("cell")
         if not isinstance(said, dict) or not isinstance(said.get("settings"), dict):
             raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
-        record = folder / "gradients.parquet"
-        gradients = heatmap_matrix(read_gradient_record(record)[0]) if os.path.lexists(record) else None
-        return CellResults(configuration, read_means(folder / "results.parquet"), gradients)
+        gradients = folder / "gradients.parquet"
+        record = read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None
+        return CellResults(configuration, read_means(folder / "results.parquet"), record)
     except UserError as error:
         said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
         raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error

@@ -98,8 +98,8 @@ def paper_tables(run: Run) -> list[Table]:
     """
     tables = []
     models = list(run.planned["model"].drop_duplicates())
-    for model in models:
-        for name in (name for name in run.tables if name in published_figures()["tables"]):
+    for name in (name for name in run.tables if name in published_figures()["tables"]):
+        for model in models:  # innermost: two models stand side by side
             rows = published_figures()["tables"][name]["rows"]
             sizes = list(dict.fromkeys(size for row in rows for size in row.get("published", {})))
             if model in sizes or not sizes or not _shared(run, name, model):
