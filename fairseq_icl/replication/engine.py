@@ -26,12 +26,14 @@ from fairseq_icl.replication.cells import Cell, data_hash, key_of
 from fairseq_icl.replication.store import Store, StoreError
 from fairseq_icl.results import provenance, read_gradient_record, write_results
 from fairseq_icl.results.collector import compare
+from fairseq_icl.results.examples import most_disagreeing
 from fairseq_icl.settings import SETTINGS, TRAINING
 from fairseq_icl.training import fine_tuned
 from fairseq_icl.training.gradients import write_gradient_record
 from fairseq_icl.training.methods import get_method, method_names, training_command, training_options
 
 GRADIENTS = "gradients.parquet"
+EXAMPLES = "examples.json"
 OBSERVATION = "observation.safetensors"
 Observed = tuple[Observation, pd.DataFrame | None]
 """What was seen and, of a fine-tuned model, the record of its gradients."""
@@ -101,7 +103,19 @@ class Engine:
         observations = [observation for observation, _ in seen]
         table = self.compare(cell, observations)
         gradients = seen[2][1] if len(seen) == 3 else None
-        self.store.finish(key, lambda folder: self._write(folder, cell, table, gradients, time.perf_counter() - start))
+        looked_at = self.examples(cell, observations) if len(seen) == 3 else None
+
+        def write(folder: Path) -> None:
+            self._write(folder, cell, table, gradients, time.perf_counter() - start)
+            if looked_at is not None:
+                (folder / EXAMPLES).write_text(json.dumps(looked_at, separators=(",", ":")), encoding="utf-8")
+
+        self.store.finish(key, write)
+
+    def examples(self, cell: Cell, observations: Sequence[Observation]) -> dict[str, Any]:
+        """The few examples of the cell that people may look at."""
+        zsl, icl, ft = observations
+        return most_disagreeing(self.prompts_of(cell), zsl, icl, ft, self.files.spell)
 
     def compare(self, cell: Cell, observations: Sequence[Observation]) -> pd.DataFrame:
         """The tidy table of the cell: ICL against its method, or two methods against each other."""

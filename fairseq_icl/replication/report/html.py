@@ -19,6 +19,7 @@ import pandas as pd
 
 from fairseq_icl.replication.report.charts import Chart
 from fairseq_icl.replication.report.claims import FAILS, HOLDS, OPEN, Effect, Verdict, authors_verdicts
+from fairseq_icl.replication.report.examples import page_examples
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Entry, Table
@@ -44,6 +45,15 @@ READING = (
     "validation examples (mean of the seeds' limits); the difference is ours minus published; ? marks a doubtful "
     "published figure; authors' runs are the mean of their logs. A number links to the configuration "
     "of the cells behind it."
+)
+
+
+EXAMPLES = (
+    '<p class="note">The validation examples on which ICL and fine-tuning disagree most (by half the sum of the '
+    "differences of their probabilities), at the first seed. ICL: attention of the observed token to the "
+    "demonstrations' tokens, heads added, as a share. FT: the share that fine-tuning, written as attention to its training tokens (the dual form), "
+    "would give them.</p>"
+    '<div id="example-choices" class="choices"></div><div id="example"></div>'
 )
 
 
@@ -119,6 +129,8 @@ def page(
     items = [(anchor("figure", figure.name), figure.title, figure_html(figure, made)) for figure in figures]
     toggles = '<div class="toolbar" id="toggles" role="group" aria-label="What the figures show"></div>'
     made.section("figures", "Figures", _paired(items, pair), toggles)
+    made.data["examples"] = page_examples(run)
+    made.section("examples", "Examples", [("", "", EXAMPLES)] if made.data["examples"] else [])
     made.section("cells", "Cells", [("", "", _cells(run))])
     return made.html(title)
 

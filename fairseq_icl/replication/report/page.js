@@ -322,6 +322,80 @@ for (const button of document.querySelectorAll("button[data-chart-csv]")) {
   button.addEventListener("click", () => copy(chartCsv(data.charts[button.dataset.chartCsv]), button));
 }
 
+// Examples: a group (dataset, method, model, init), an example of it, a layer.
+function chooser(parent, words, id, options) {
+  const label = make(parent, "label", {}, `${words} `), select = make(label, "select", { id });
+  options.forEach((text, i) => make(select, "option", { value: i }, text));
+  return select;
+}
+function buildExamples() {
+  const choices = document.getElementById("example-choices"), place = document.getElementById("example");
+  if (!choices) { return; }
+  const names = ["dataset", "method", "model", "init"].filter((name) => name === "dataset" || new Set(data.examples.map((group) => group[name])).size > 1);
+  const group = chooser(choices, "data set", "example-group", data.examples.map((one) => names.map((name) => one[name]).join(", ")));
+  const example = chooser(choices, "example", "example-number", []);
+  const label = make(choices, "label", {}, "layer "), layer = make(label, "input", { type: "range", id: "example-layer", min: 0, value: 0 }), number = make(label, "output");
+  const current = () => data.examples[group.value].examples[example.value];
+  const list = () => {
+    example.replaceChildren();
+    data.examples[group.value].examples.forEach((one, i) => make(example, "option", { value: i }, `row ${one.row}: ICL and FT differ by ${shown(one.disagreement)}`));
+    choose();
+  };
+  const choose = () => {
+    const depth = current().icl ? current().icl.demonstrations.length : 0;
+    label.hidden = !depth;
+    layer.max = Math.max(0, depth - 1);
+    layer.value = Math.min(layer.value, layer.max);
+    show();
+  };
+  const show = () => {
+    number.textContent = ` ${layer.value} `;
+    place.replaceChildren();
+    showExample(place, data.examples[group.value], current(), +layer.value);
+  };
+  group.addEventListener("change", list);
+  example.addEventListener("change", choose);
+  layer.addEventListener("input", show);
+  list();
+}
+function showExample(place, group, one, layer) {
+  make(place, "div", { class: "query" }, one.query || "(each option is a text of its own)");
+  const scroll = make(place, "div", { class: "scroll" }), table = make(scroll, "table"), head = make(make(table, "thead"), "tr"), body = make(table, "tbody");
+  for (const words of ["option", "zero-shot", "ICL", "fine-tuned"]) { make(head, "th", {}, words); }
+  const best = (shares) => shares.indexOf(Math.max(...shares));
+  one.options.forEach((option, i) => {
+    const row = make(body, "tr");
+    make(row, "td", {}, `${option}${i === one.gold ? " (gold)" : ""}`);
+    for (const name of ["zsl", "icl", "ft"]) {
+      const shares = one.probabilities[name], cell = make(row, "td", {}, `${i === best(shares) ? "▸ " : ""}${(100 * shares[i]).toFixed(1)} %`);
+      if (i === best(shares)) { cell.style.fontWeight = 700; }
+    }
+  });
+  make(place, "h3", {}, one.icl ? `The prompt's demonstrations, by the weight they have in layer ${layer}` : "The prompt's demonstrations");
+  if (one.icl) { make(place, "p", { class: "note" }, "Left: ICL, right: FT, in percent. Underlined: the tokens ICL attends to most; shaded: those FT would; pointing at one shows its share."); }
+  const heaviest = (side) => new Map(one[side] ? one[side].tokens[layer] : []), icl = heaviest("icl"), ft = heaviest("ft");
+  const largest = (side) => Math.max(1, ...one[side].demonstrations[layer]);
+  let token = 0;
+  group.demonstrations.forEach((tokens, i) => {
+    const line = make(place, "div", { class: "demonstration" });
+    for (const side of ["icl", "ft"]) {
+      const weight = one[side] ? one[side].demonstrations[layer][i] : null;
+      const cell = make(line, "span", { class: `weight ${side}` }, weight === null ? "" : (weight / 10).toFixed(1));
+      if (weight !== null) { cell.style.setProperty("--share", `${100 * weight / largest(side)}%`); }
+    }
+    const text = make(line, "span");
+    for (const piece of tokens) {
+      const kinds = [icl.has(token) ? "icl-token" : "", ft.has(token) ? "ft-token" : ""].filter(Boolean).join(" ");
+      if (kinds) {
+        const said = [["ICL", icl], ["FT", ft]].filter(([, side]) => side.has(token)).map(([name, side]) => `${name} ${(side.get(token) / 10).toFixed(1)} %`).join(", ");
+        make(text, "span", { class: kinds, title: said }, piece);
+      } else { text.append(piece); }
+      token += 1;
+    }
+  });
+}
+
 buildToggles();
 drawAll();
+buildExamples();
 })();
