@@ -1,6 +1,8 @@
 """Options and settings of the whole test run."""
 
+import importlib.util
 import secrets
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"fuzzing: repeat with --hypothesis-seed={config.option.hypothesis_seed}"
+    shown = chromium() or "none, so the tests of the report's page are skipped; install chromium and playwright"
+    return f"fuzzing: repeat with --hypothesis-seed={config.option.hypothesis_seed}\nbrowser: {shown}"
+
+
+def chromium() -> str | None:
+    """A Chromium that tests can drive, if there is one."""
+    if importlib.util.find_spec("playwright") is None:
+        return None
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

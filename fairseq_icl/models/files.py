@@ -4,7 +4,7 @@ Also checkpoints of random weights, to stand in for one.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,6 +30,8 @@ TOKENIZER_FILES = {
     "sentencepiece": {"sentencepiece_model": "sentencepiece.bpe.model"},
 }
 """The flags of fairseq's tokenizers and the names their files have beside a published checkpoint."""
+DECODERS: dict[str, Callable[[str], str]] = {"sentencepiece": lambda piece: piece.replace("\u2581", " ")}
+"""Symbol -> text where the tokenizer's own way back would lose the space in front of a word."""
 POSITIONS = 2048
 """Longest prompt of the dense language models."""
 
@@ -93,6 +95,22 @@ class ModelFiles:
             eos=dictionary.eos(),
             newline=() if dictionary.unk() in newline else newline,
         )
+
+    def spell(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token, for people to read; joined it is about the text that was encoded."""
+        return [self._spelled(token) for token in tokens]
+
+    @cached_property
+    def _spelled(self) -> Callable[[int], str]:
+        if self.hugging_face is not None:
+            folder = self.hugging_face
+            return lru_cache(maxsize=None)(lambda token: folder.vocabulary.decode([token]))
+        dictionary, decode = self.load_dictionary(), DECODERS.get(self.bpe or "")
+        if self.bpe and decode is None:
+            bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
+            decode = bpe.decode if bpe is not None else None
+        spelled = decode or (lambda symbol: f" {symbol}")  # words, without a tokenizer
+        return lru_cache(maxsize=None)(lambda token: str(spelled(dictionary[token])))
 
 
 def find_files(

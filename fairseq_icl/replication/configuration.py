@@ -27,6 +27,8 @@ CONFIG_NAME = "replicate"
 MODEL_FILE = (".yaml", ".yml")
 GRID = ("seed", "permutation", "init")
 """Settings of which a run may have several values; null is what the paper says."""
+NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
+"""Reading -> what init=no-training, the second paper's baseline, means in it."""
 FROM_PAPER = (*GRID, "num_demonstrations", "lr")
 LISTS = ("dataset", "datasets", "method", "init", "seed", "permutation", "plugins", "tables")
 DEMO = {"data": "demo", "paper": "demo", "datasets": "[demo_sentiment,demo_subjectivity]"}
@@ -189,6 +191,8 @@ def check(values: dict[str, Any]) -> None:
             raise UserError(f"{key}=[]: give at least one value, or leave the setting out")
     for key, known in SETTINGS.items():
         for single in values[key] if isinstance(values[key], list) and key in GRID else [values[key]]:
+            if key == "init" and single == "no-training":
+                continue
             if single != values[key] or not (single is None or (key == "seed" and single == "first")):
                 known.check(single)
     check_reading(values["reading"])

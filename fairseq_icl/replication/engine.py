@@ -26,13 +26,14 @@ from fairseq_icl.replication.cells import Cell, data_hash, key_of
 from fairseq_icl.replication.store import Store, StoreError
 from fairseq_icl.results import provenance, read_gradient_record, write_curve, write_results
 from fairseq_icl.results.collector import compare
+from fairseq_icl.results.examples import most_disagreeing
 from fairseq_icl.settings import SETTINGS, TRAINING
 from fairseq_icl.training import Watch, fine_tuned
 from fairseq_icl.training.dynamics import Curve
 from fairseq_icl.training.gradient_record import write_gradient_record
 from fairseq_icl.training.methods import get_method, method_names, training_command, training_options
 
-GRADIENTS, CURVE = "gradients.parquet", "curve.parquet"
+GRADIENTS, CURVE, EXAMPLES = "gradients.parquet", "curve.parquet", "examples.json"
 OBSERVATION = "observation.safetensors"
 Observed = tuple[Observation, pd.DataFrame | None]
 """What was seen and, of a fine-tuned model, the record of its gradients."""
@@ -108,11 +109,14 @@ class Engine:
             seen += [self._observed(*need, keep=need[0] in shared) for need in needs[2:]]
         table = self.compare(cell, [observation for observation, _ in seen])
         gradients = seen[2][1] if len(seen) == 3 else None
+        looked_at = self.examples(cell, [observation for observation, _ in seen]) if len(seen) == 3 else None
 
         def write(folder: Path) -> None:
             self._write(folder, cell, table, gradients, time.perf_counter() - start)
             if curve is not None:
                 write_curve(folder / CURVE, curve)
+            if looked_at is not None:
+                (folder / EXAMPLES).write_text(json.dumps(looked_at, separators=(",", ":")), encoding="utf-8")
 
         self.store.finish(key, write)
 
@@ -121,6 +125,11 @@ class Engine:
         curve = Curve(self.prompts_of(cell), zsl, icl, cell.settings.curve_examples)
         tuned = self.observe(cell, "ft", curve.after_demonstration)
         return curve.finish(tuned[0]), tuned
+
+    def examples(self, cell: Cell, observations: Sequence[Observation]) -> dict[str, Any]:
+        """The few examples of the cell that people may look at."""
+        zsl, icl, ft = observations
+        return most_disagreeing(self.prompts_of(cell), zsl, icl, ft, self.files.spell)
 
     def compare(self, cell: Cell, observations: Sequence[Observation]) -> pd.DataFrame:
         """The tidy table of the cell: ICL against its method, or two methods against each other."""

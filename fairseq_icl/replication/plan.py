@@ -11,7 +11,7 @@ from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
-from fairseq_icl.replication.configuration import GRID, MAX_NAME, check_scale
+from fairseq_icl.replication.configuration import GRID, MAX_NAME, NO_TRAINING, check_scale
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import get_method
 from fairseq_icl.training.step_sizes import equal_step_size
@@ -40,6 +40,7 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     methods, inits, names = (_words(config[key], key) for key in ("method", "init", "datasets"))
     for method in methods:
         get_method(method)
+    inits = [NO_TRAINING[config["reading"]] if init == "no-training" else init for init in inits]
     if not names:
         raise UserError("dataset=[]: no dataset to run; name some, e.g. dataset=[sst2,mr]")
     variants = _variants(config)

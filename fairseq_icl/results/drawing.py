@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
+from fairseq_icl.results.names import NAMES
 from fairseq_icl.settings import nearest
 
 STYLE: dict[Any, Any] = {
@@ -37,14 +38,6 @@ PANEL = (3.0, 2.5)
 PER_ROW = 3
 LEGEND_ENTRY = 2.5
 """Inches that an entry of the legend takes."""
-SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
-NAMES = {
-    "sim_aou": "SimAOU",
-    "sim_aou_norm": "SimAOU_norm",
-    "sim_am_after": "SimAM",
-    "sim_am_delta": "SimAM_delta",
-    "alpha": "alpha",
-}
 
 
 @dataclass(frozen=True)
@@ -79,14 +72,6 @@ def styles() -> Iterator[dict[str, Any]]:
     """Line styles, no two alike in marker."""
     for marker, line, colour in zip(cycle(MARKERS), cycle(LINES), cycle(COLOURS), strict=False):
         yield {"marker": marker, "linestyle": line, "color": colour, "markersize": 4, "capsize": 2, "linewidth": 1.2}
-
-
-def draw_lines(ax: Axes, lines: dict[str, pd.DataFrame], x: str) -> None:
-    """One line with error bars (SD over seeds) for each label; `lines` have columns x, mean, sd."""
-    for (label, line), style in zip(lines.items(), styles(), strict=False):
-        line = line.sort_values(x)
-        spread = line["sd"].astype(float).fillna(0.0)
-        ax.errorbar(line[x].astype(float), line["mean"], yerr=spread, label=label, **style)
 
 
 def legend_below(figure: Figure, axes: list[Axes]) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planned = run.planned.assign(key=run.planned["key"].replace(keys))
     values = run.values.assign(key=run.values["key"].replace(keys))
     configurations = {keys.get(key, key): value for key, value in run.configurations.items()}
+    shutil.copytree(run.cell_folder(MODEL, "k0"), run.cell_folder(MODEL, keys["k0"]))
     to = folder / "report"
     (to / "figures").mkdir(parents=True)
     (folder / "precious").write_text("mine")
@@ -84,7 +86,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_script_of_a_name_is_part_of_the_page(written: Path):
     page = Tags()
     page.feed((written / "report.html").read_text())
-    assert page.scripts == 1  # the page's own
+    assert page.scripts == 2  # the page's own, and its data, which does not run
     assert page.handlers == []
     assert len(page.ids) == len(set(page.ids))
 
@@ -130,4 +132,4 @@ def test_planted_links_are_replaced_and_not_followed(written: Path):
 def test_names_that_become_alike_stay_two():
     assert file_name("plain_125m") == "plain_125m"
     assert file_name("a$b") != file_name("a%b")
-    assert anchor('a"b') == "cell-a-b"
+    assert re.fullmatch(r"cell-a-b-[0-9a-f]{6}", anchor("cell", 'a"b'))

@@ -66,6 +66,17 @@ def test_label_switching_and_clipping_vary_what_they_say():
     assert clipping["lcgd", "clip_norm=12"].clip_norm == 12
     assert clipping["lcgd", "layer_clip=gd"].layer_clip_value == "gd"
     assert ("gd", "layer_clip=gd") not in clipping
+    sweep = [c.settings.clip_norm for c in plan("experiment=clipping", "dataset=[subj]", "method=lcgd")]
+    assert sweep == [0, 0, 0.2, 0.5, 1, 2, 5, 7, 9, 12, 15]
+    assert {c.variant for c in plan("experiment=clipping") if c.dataset == "mr"} == {"", "clip_norm=12"}
+
+
+def test_no_training_is_what_the_logs_name_or_what_the_text_says():
+    authors = {cell.init for cell in plan("experiment=deutch2024")}
+    paper = {cell.init for cell in plan("experiment=deutch2024", "reading=paper")}
+    assert authors == {"pretrained", "trained-embeddings", "layer-norms"}
+    assert paper == {"pretrained", "trained-embeddings", "untrained"}
+    assert len(plan("experiment=deutch2024")) == len(plan("experiment=deutch2024", "reading=paper")) == 84
 
 
 def test_variants_may_bring_their_own_k():

@@ -1,5 +1,7 @@
 """A run's report, written in all its forms into one folder."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,55 +9,102 @@ from typing import TYPE_CHECKING
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
-from fairseq_icl.replication.report import html, text
+from fairseq_icl.replication.report import text
+from fairseq_icl.replication.report.claims import Verdict, verdicts
 from fairseq_icl.replication.report.rates import rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.stability import stability_tables
 from fairseq_icl.replication.report.steps import steps_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
+from fairseq_icl.replication.report.trajectory import trajectory_tables
 
 if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
 
 DOTS_PER_INCH = 130
+COMPARISONS = (steps_tables, comparison_tables, stability_tables, trajectory_tables, rate_tables)
+"""What makes tables besides the papers' own: functions run -> tables."""
 
 
-def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> dict[str, Path]:
+@dataclass(frozen=True)
+class Contents:
+    """What a report says, before it has a form."""
+
+    run: Run
+    verdicts: dict[str, list[Verdict]]
+    """By model."""
+    papers: list[Table]
+    comparisons: list[Table]
+
+    @classmethod
+    def of(cls, run: Run) -> "Contents":
+        """Everything that the run has numbers for."""
+        finished = run.planned.loc[run.planned["finished"], "model"].drop_duplicates()
+        comparisons = [table for make in COMPARISONS for table in make(run)]
+        return cls(run, {model: verdicts(run, model) for model in finished}, paper_tables(run), comparisons)
+
+    @property
+    def tables(self) -> list[Table]:
+        """All tables of numbers."""
+        return [*self.papers, *self.comparisons]
+
+    @property
+    def sheets(self) -> list[text.Sheet | Table]:
+        """Verdicts and tables, in the order of the report."""
+        return [*(text.verdict_sheet(model, found) for model, found in self.verdicts.items()), *self.tables]
+
+    def plain(self) -> str:
+        """Everything for a terminal."""
+        parts = [text.plain_verdicts(model, found) for model, found in self.verdicts.items()]
+        return "\n\n".join([*parts, *map(text.plain, self.tables)])
+
+
+def write_report(contents: Contents | Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> dict[str, Path]:
     """Write the report; returns the path of each format's main file."""
-    # matplotlib, which tables alone can do without
+    from fairseq_icl.replication.report import html, plotting  # matplotlib, which tables alone can do without
     from fairseq_icl.replication.report.figures import all_figures
-    from fairseq_icl.replication.report.step_figures import step_figures
+    from fairseq_icl.results.drawing import Drawing
 
-    papers, comparisons = paper_tables(run), other_tables(run)
-    drawings = [*all_figures(run), *step_figures(run)] if {"html", "md", "tex"} & set(formats) else []
+    contents = Contents.of(contents) if isinstance(contents, Run) else contents
+    run = contents.run
+    figures = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
     written = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        drawings: list[Drawing] = []
         if {"md", "tex"} & set(formats):
+            for figure in figures:
+                drawings += [figure] if isinstance(figure, Drawing) else plotting.drawings([figure])
             _write_figures(drawings, folder / "figures")
-        contents = {
-            "html": lambda: html.page(run, papers, comparisons, drawings),
-            "md": lambda: markdown_page(run, [*papers, *comparisons], drawings),
-            "tex": lambda: latex_page([*papers, *comparisons], drawings),
-            "csv": lambda: text.comma_separated([*papers, *comparisons]),
+        makers = {
+            "html": lambda: html.page(run, contents.verdicts, contents.papers, contents.comparisons, figures),
+            "md": lambda: markdown_page(contents, drawings),
+            "tex": lambda: latex_page(contents.sheets, drawings),
+            "csv": lambda: text.comma_separated(contents.tables),
         }
         for name in formats:
             written[name] = folder / f"report.{name}"
-            write_atomically(written[name], contents[name]())
+            write_atomically(written[name], makers[name]())
         if "csv" in formats:
-            flat = run.summary.assign(keys=run.summary["keys"].map(lambda keys: " ".join(map(str, keys))))
-            texts = flat.select_dtypes(exclude="number").columns
-            flat[texts] = flat[texts].map(lambda cell: text.spreadsheet_safe(cell) if isinstance(cell, str) else cell)
-            write_atomically(folder / "summary.csv", flat.to_csv(index=False))
+            _write_csv(contents, folder)
         write_model_files(run, folder)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another place with --to") from error
     return written
 
 
-def other_tables(run: Run) -> list[Table]:
-    """What a run shows beyond the papers' tables: variants, rounding, learning rates."""
-    return [*steps_tables(run), *comparison_tables(run), *stability_tables(run), *rate_tables(run)]
+def _write_csv(contents: Contents, folder: Path) -> None:
+    """All means, and the verdicts, beside the tables."""
+    summary = contents.run.summary
+    flat = summary.assign(keys=summary["keys"].map(lambda keys: " ".join(map(str, keys))))
+    texts = flat.select_dtypes(exclude="number").columns
+    flat[texts] = flat[texts].map(lambda cell: text.spreadsheet_safe(cell) if isinstance(cell, str) else cell)
+    write_atomically(folder / "summary.csv", flat.to_csv(index=False))
+    lines = [["model", "name", *text.VERDICT_HEAD]]
+    for model, found in contents.verdicts.items():
+        rows = text.verdict_sheet(model, found).lines[1:]
+        lines += [[model, verdict.claim["name"], *row] for verdict, row in zip(found, rows, strict=True)]
+    write_atomically(folder / "verdicts.csv", text.csv_of(lines))
 
 
 def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:
@@ -66,8 +115,9 @@ def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:
         write_atomically(path, partial(drawing.save, **options))
 
 
-def markdown_page(run: Run, tables: list[Table], drawings: "list[Drawing]") -> str:
+def markdown_page(contents: Contents, drawings: "list[Drawing]") -> str:
     """The report in Markdown, figures beside it."""
+    run = contents.run
     finished = int(run.planned["finished"].sum())
     lines = [
         f"# Report: {text.marked(', '.join(run.experiments))}",
@@ -76,7 +126,7 @@ def markdown_page(run: Run, tables: list[Table], drawings: "list[Drawing]") -> s
         "",
     ]
     lines += [line for warning in run.warnings for line in (f"**{text.marked(warning)}**", "")]
-    lines += [text.markdown(table) for table in tables]
+    lines += [text.markdown(table) for table in contents.sheets]
     for drawing in drawings:
         lines += [
             f"### {text.marked(drawing.title)}",
@@ -89,7 +139,7 @@ def markdown_page(run: Run, tables: list[Table], drawings: "list[Drawing]") -> s
     return "\n".join(lines)
 
 
-def latex_page(tables: list[Table], drawings: "list[Drawing]") -> str:
+def latex_page(tables: Sequence[text.Sheet | Table], drawings: "list[Drawing]") -> str:
     """Tables and figures to be \\input into a document that uses booktabs and graphicx."""
     lines = [r"% \usepackage{booktabs,graphicx}", *(text.latex(table) for table in tables)]
     for drawing in drawings:

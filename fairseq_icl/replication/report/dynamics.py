@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from fairseq_icl.replication.report.charts import Chart, Panel, Series, line_series
 from fairseq_icl.replication.report.run import IDENTITY, Run
-from fairseq_icl.results.drawing import NAMES, Drawing, draw_lines, legend_below, panels
+from fairseq_icl.results.names import NAMES
 
 PERCENT = 100.0
 ACCURACIES = {"accuracy_zsl": "ZSL", "accuracy_icl": "ICL", "accuracy_ft": "FT"}
@@ -16,7 +17,7 @@ OF_METHOD = "accuracy_ft"
 """The one accuracy that a method of fine-tuning has a part in."""
 
 
-def dynamics(run: Run, model: str) -> Iterator[Drawing]:
+def dynamics(run: Run, model: str) -> Iterator[Chart]:
     """Accuracies, RPA and similarities against the number of demonstrations: a panel a dataset, a figure each."""
     curves = over_seeds(run)
     curves = curves[(curves["model"] == model) & (curves["variant"] == "")]
@@ -40,27 +41,26 @@ def over_seeds(run: Run) -> pd.DataFrame:
 
 def _figure(
     curves: pd.DataFrame, model: str, metrics: list[str], short: str, name: str, unit: str, scale: float
-) -> Drawing:
+) -> Chart:
     chosen = curves[curves["metric"].isin(metrics)]
     chosen = chosen.assign(mean=chosen["mean"] * scale, sd=chosen["sd"] * scale)
-    datasets = list(chosen["dataset"].drop_duplicates())
-    figure, axes = panels(datasets)
-    for ax, dataset in zip(axes, datasets, strict=True):
-        draw_lines(ax, dict(_lines(chosen[chosen["dataset"] == dataset], metrics)), "demonstrations")
-        ax.set_xlabel("demonstrations j")
-        ax.set_ylabel(f"{name} ({unit})")
-    legend_below(figure, axes)
+    panels = [
+        Panel(str(dataset), list(_lines(own, metrics, str(dataset))), tags={"dataset": str(dataset)})
+        for dataset, own in chosen.groupby("dataset", sort=False)
+    ]
     caption = (
         f"{model}. ICL with the first j demonstrations in the prompt, and the model fine-tuned on them one by one, "
         "after j steps. On the first curve_examples validation examples; error bars: standard deviation over seeds."
     )
-    return Drawing(f"dynamics_{short}_{model}", f"Dynamics: {name} after each demonstration", caption, figure)
+    title = f"Dynamics: {name} after each demonstration"
+    return Chart(f"dynamics_{short}_{model}", title, caption, panels, "demonstrations j", f"{name} ({unit})")
 
 
-def _lines(chosen: pd.DataFrame, metrics: list[str]) -> Iterator[tuple[str, pd.DataFrame]]:
+def _lines(chosen: pd.DataFrame, metrics: list[str], dataset: str) -> Iterator[Series]:
     for metric in metrics:
         label = ACCURACIES.get(metric, "")
         for (init, method), line in chosen[chosen["metric"] == metric].groupby(["init", "method"], sort=False):
             trained = metric not in ACCURACIES or metric == OF_METHOD
             words = (label, method if trained else "", "" if init == "pretrained" else init)
-            yield " ".join(filter(None, words)), line
+            tags = {"method": method if trained else "none", "init": init, "dataset": dataset}
+            yield line_series(" ".join(filter(None, words)), line, "demonstrations", **tags)

@@ -1,21 +1,21 @@
-"""The figures: each says what it shows without colour (markers, line styles, hatches) and names its units."""
+"""The figures. A new one is a function (run, model) -> charts, added to FIGURES; page and print follow."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
+from fairseq_icl.replication.report.charts import Chart, Panel, Series, curves, line_series
 from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
 from fairseq_icl.replication.report.dynamics import dynamics
+from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_runs
 from fairseq_icl.replication.report.run import Run
-from fairseq_icl.results.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
+from fairseq_icl.replication.report.step_figures import step_figures
+from fairseq_icl.results.names import NAMES, SIMILARITIES
 
 PERCENT = 100.0
-UNTRAINED = ("accuracy_icl", "accuracy_zsl")
-"""Metrics that no method of fine-tuning has a part in: one line for all methods."""
+LINEAR = ("gd",)
+"""Methods whose gradients the second paper shows on a linear scale; layer-causal ones are on a logarithmic one."""
 SWITCHED = {
     "demonstrations": "the prompt's demonstrations",
     "finetuning": "the demonstrations of fine-tuning",
@@ -23,112 +23,216 @@ SWITCHED = {
 }
 
 
-def all_figures(run: Run) -> Iterator[Drawing]:
+def all_figures(run: Run) -> Iterator[Chart]:
     """Every figure that the run has numbers for."""
-    with mpl.rc_context(STYLE):
-        for model in run.planned["model"].drop_duplicates():
-            for draw in FIGURES:
-                yield from draw(run, model)
+    for draw in FIGURES:
+        for model in run.planned["model"].drop_duplicates():  # innermost: two models stand side by side
+            yield from draw(run, model)
 
 
-def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Iterator[Drawing]:
-    """A metric against the layer: a panel a dataset, a line an init and method of the plain run."""
-    chosen = run.layers[
-        (run.layers["model"] == model) & (run.layers["metric"] == metric) & (run.layers["variant"] == "")
-    ]
-    if chosen.empty:
-        return
-    datasets = list(chosen["dataset"].drop_duplicates())
-    figure, axes = panels(datasets)
-    for ax, dataset in zip(axes, datasets, strict=True):
-        group = chosen[chosen["dataset"] == dataset].groupby(["init", "method"], sort=False)
-        lines = {f"{method}, {init}": line.assign(layer=line["layer"] + 1) for (init, method), line in group}
-        draw_lines(ax, lines, "layer")
-        ax.axhline(0, color="black", linewidth=0.6)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_xlabel("layer")
-        ax.set_ylabel(f"{NAMES.get(metric, metric)} (cosine)")
-    legend_below(figure, axes)
-    caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 1."
-    yield Drawing(f"{name}_{model}", title, caption, figure)
+def over_tasks(run: Run, model: str) -> Iterator[Chart]:
+    """Similarities by layer, averaged over datasets and seeds: the second paper's figure."""
+    single = run.values[run.values["layer"].notna() & (run.values["model"] == model) & (run.values["variant"] == "")]
+    panels = []
+    for metric in SIMILARITIES:
+        chosen = single[single["metric"] == metric]
+        if chosen["dataset"].nunique() < 2:
+            continue
+        means = chosen.groupby(["init", "method", "layer"], sort=False)["value"].agg(mean="mean", sd="std")
+        series = [
+            line_series(f"{method}, {init}", line.reset_index(), "layer", init=init, method=method)
+            for (init, method), line in means.groupby(level=["init", "method"], sort=False)
+        ]
+        depth = int(chosen["layer"].max()) + 1
+        shared = set(chosen["dataset"])
+        series += _band(metric, shared, depth, {(s.tags["init"], s.tags["method"]) for s in series})
+        panels.append(Panel(NAMES[metric], series))
+    if panels:
+        caption = (
+            f"{model}. Mean over datasets and seeds of the mean over validation examples; error bars: standard "
+            f"deviation over datasets and seeds. Layers from 0.{_about_band(panels)}"
+        )
+        title = "Similarity to ICL by layer, over all datasets"
+        yield Chart(f"over_tasks_{model}", title, caption, panels, "layer", "cosine", zero=True)
 
 
-def _similarities(run: Run, model: str) -> Iterator[Drawing]:
+def similarities(run: Run, model: str) -> Iterator[Chart]:
+    """Every similarity by layer, a panel a dataset."""
     for metric in SIMILARITIES:
         yield from _by_layer(run, model, metric, f"layers_{metric}", f"{NAMES[metric]} to ICL by layer")
 
 
-def _alpha(run: Run, model: str) -> Iterator[Drawing]:
+def alpha(run: Run, model: str) -> Iterator[Chart]:
+    """Alpha as bars, a bar a dataset (the second paper's figure), and by layer."""
+    chosen = run.summary[
+        (run.summary["model"] == model) & (run.summary["metric"] == "alpha") & (run.summary["variant"] == "")
+    ]
+    if not chosen.empty:
+        datasets = list(chosen["dataset"].drop_duplicates())
+        panel = Panel("", _bars(chosen, datasets, "init"))
+        caption = (
+            f"{model}. SimAM_delta between vanilla and layer-causal fine-tuning; error bars: standard deviation over "
+            "seeds. The second paper draws about 0.1 to 0.2 for most datasets."
+        )
+        title = "alpha by dataset: how alike the two ways of fine-tuning are"
+        yield Chart(f"alpha_bars_{model}", title, caption, [panel], "", "alpha", kind="bars", ticks=datasets)
     yield from _by_layer(run, model, "alpha", "alpha", "alpha by layer: how alike the two ways of fine-tuning are")
 
 
-PARTS = {
-    "both": ("changed_both_{}", "///"),
-    "ICL only": ("changed_only_icl_{}", "..."),
-    "FT only": ("changed_only_ft_{}", "xxx"),
-}
+def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Iterator[Chart]:
+    """A metric against the layer: a panel a dataset, a line an init and method of the plain run."""
+    chosen = run.layers[
+        (run.layers["model"] == model) & (run.layers["metric"] == metric) & (run.layers["variant"] == "")
+    ]
+    panels = []
+    for dataset, own in chosen.groupby("dataset", sort=False):
+        series = [
+            line_series(f"{method}, {init}", line, "layer", init=init, method=method, dataset=dataset)
+            for (init, method), line in own.groupby(["init", "method"], sort=False)
+        ]
+        depth = int(own["layer"].max()) + 1
+        series += _band(metric, {dataset}, depth, {(s.tags["init"], s.tags["method"]) for s in series})
+        panels.append(Panel(dataset, series, tags={"dataset": dataset}))
+    if panels:
+        caption = (
+            f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
+            f"{_about_band(panels)}"
+        )
+        y = f"{NAMES.get(metric, metric)} (cosine)"
+        yield Chart(f"{name}_{model}", title, caption, panels, "layer", y, zero=True)
 
 
-def _partition(run: Run, model: str) -> Iterator[Drawing]:
+def _band(metric: str, datasets: set[str], depth: int, wanted: set[tuple[str, str]]) -> list[Series]:
+    """The authors' runs of a metric by layer, mean ± SD over runs, beside the lines of the same init and method.
+
+    A model of another depth has them stretched over its own.
+    """
+    runs = authors_runs()
+    runs = runs[(runs["metric"] == metric) & runs["layer"].notna() & runs["dataset"].isin(datasets)]
+    runs = runs[(runs["clip_norm"] == 0) & (runs["precision"] == "fp16")]
+    bands = []
+    for (init, method), own in runs.groupby(["init", "method"]):
+        if (init, method) in wanted:
+            line = own.groupby("layer")["value"].agg(mean="mean", sd="std").reset_index()
+            stretched = line["layer"].astype(float) * (depth - 1) / (len(line) - 1)
+            tags = {"init": init, "method": method} | ({"dataset": next(iter(datasets))} if len(datasets) == 1 else {})
+            label = f"authors' runs: {method}, {init}"
+            bands.append(
+                Series(label, list(stretched), list(line["mean"]), list(line["sd"]), tags, True, f"{method}, {init}")
+            )
+    return bands
+
+
+def _about_band(panels: Sequence[Panel]) -> str:
+    if not any(series.reference for panel in panels for series in panel.series):
+        return ""
+    return (
+        f" Bands: the authors' own runs ({AUTHORS_MODEL}, 24 layers, fp16), mean ± standard deviation over runs; for a "
+        "model of another depth they are stretched over its layers."
+    )
+
+
+PARTS = {"both": "changed_both_{}", "ICL only": "changed_only_icl_{}", "FT only": "changed_only_ft_{}"}
+
+
+def partition(run: Run, model: str) -> Iterator[Chart]:
     """Stacked bars: who changes predictions, split into changes that end right and that end wrong."""
     plain = run.summary[(run.summary["model"] == model) & (run.summary["variant"] == "")]
     counts = plain.pivot_table(index=["init", "method", "dataset"], columns="metric", values="mean", sort=False)
     if "accuracy_ft" not in counts:
         return
     counts = counts[counts["accuracy_ft"].notna()].fillna(0.0)
-    groups = list(counts.groupby(level=["init", "method"], sort=False))
-    figure, axes = panels([f"{method}, {init}" for (init, method), _ in groups])
-    for ax, (_, group) in zip(axes, groups, strict=True):
-        places = np.arange(len(group))
-        for shift, outcome, shade in ((-0.2, "correct", 0.55), (0.2, "incorrect", 0.85)):
-            bottom = np.zeros(len(group))
-            for label, (metric, hatch) in PARTS.items():
+    datasets = list(counts.index.get_level_values("dataset").drop_duplicates())
+    panels = []
+    for (init, method), group in counts.groupby(level=["init", "method"], sort=False):
+        places = [datasets.index(dataset) for dataset in group.index.get_level_values("dataset")]
+        series = []
+        for outcome, word in (("correct", "right"), ("incorrect", "wrong")):
+            for label, metric in PARTS.items():
                 share = 100 * (group[metric.format(outcome)] / group["examples"]).to_numpy()
-                face = str(shade)
-                name = f"{label}, new prediction {'right' if outcome == 'correct' else 'wrong'}"
-                ax.bar(places + shift, share, 0.38, bottom, label=name, hatch=hatch, color=face, edgecolor="black")
-                bottom += share
-        ax.set_xticks(places, group.index.get_level_values("dataset"), rotation=45, ha="right")
-        ax.set_ylabel("examples (percent)")
-        ax.set_ylim(bottom=0)
-    legend_below(figure, axes)
+                tags = {"init": init, "method": method}
+                series.append(Series(f"{label}, new prediction {word}", places, list(share), tags=tags, stack=word))
+        panels.append(Panel(f"{method}, {init}", series, tags={"init": init, "method": method}))
     caption = (
         f"{model}. Share of the validation examples whose prediction differs from the zero-shot one under ICL, under "
-        "fine-tuning (FT), or under both. Left bar (dark): the new prediction is right; right bar (light): it is wrong."
+        "fine-tuning (FT), or under both. Left bar: the new prediction is right; right bar: it is wrong."
     )
-    yield Drawing(f"partition_{model}", "Prediction changes by ICL and by fine-tuning", caption, figure)
+    title = "Prediction changes by ICL and by fine-tuning"
+    yield Chart(f"partition_{model}", title, caption, panels, "", "examples (percent)", kind="bars", ticks=datasets)
 
 
-def _gradient_norms(run: Run, model: str) -> Iterator[Drawing]:
-    """Heatmaps layer x step, a panel a dataset, a figure an init and method; the first seed."""
+def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
+    """Heat maps layer x step, a panel a dataset, a figure an init and method; the first seed."""
     known = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "")]
     known = known[known["key"].isin(run.gradients)].drop_duplicates(["init", "method", "dataset"])
     for (init, method), group in known.groupby(["init", "method"], sort=False):
-        figure, axes = panels(list(group["dataset"]))
-        for ax, key in zip(axes, group["key"], strict=True):
-            grid = run.gradients[key].T  # (layers, steps)
-            with np.errstate(divide="ignore"):
-                image = ax.imshow(np.log10(grid), aspect="auto", origin="lower", cmap="gray", interpolation="nearest")
-            ax.set_yticks(*_ticks(len(grid)))
-            ax.set_xticks(*_ticks(grid.shape[1]))
-            ax.set_xlabel("demonstration (training step)")
-            ax.set_ylabel("layer")
-            ax.grid(False)
-            figure.colorbar(image, ax=ax, label="log10 of the gradient's l2 norm")
+        tags = {"init": init, "method": method}
+        panels = [
+            Panel(
+                cell.dataset,
+                grid=run.gradients[cell.key].T,  # (layers, steps)
+                logarithmic=method not in LINEAR,
+                tags=tags | {"dataset": cell.dataset},
+            )
+            for cell in group.itertuples()
+        ]
         caption = (
-            f"{model}, {init}, first seed. Gradient of keys and values of each layer at each step; brighter: larger."
+            f"{model}, {init}, first seed. Gradient of keys and values of each layer at each step, averaged over the "
+            "scored tokens. The second paper's own heat maps take all parameters of a layer and sum over tokens, so "
+            "that their numbers are larger (docs/protocol.md)."
         )
-        yield Drawing(f"gradients_{model}_{init}_{method}", f"Gradient norms of {method} ({init})", caption, figure)
+        title = f"Gradient norms of {method} ({init})"
+        yield Chart(
+            f"gradients_{model}_{init}_{method}",
+            title,
+            caption,
+            panels,
+            "demonstration (training step)",
+            "layer",
+            kind="heat",
+            colour="gradient's l2 norm",
+        )
 
 
-def _ticks(count: int) -> tuple[list[int], list[str]]:
-    """At most seven ticks, counted from 1."""
-    step = max(1, -(-count // 6))
-    places = list(range(0, count, step))
-    return places, [str(place + 1) for place in places]
+def clipping(run: Run, model: str) -> Iterator[Chart]:
+    """Similarities against the norm that gradients are clipped to, beside the drafts' sweep."""
+    points = run.against("clip_norm")
+    points = points[points["model"] == model]
+    points = points[points.groupby(["dataset", "init", "method"])["clip_norm"].transform("nunique") > 1]
+    if points.empty:
+        return
+    theirs = authors_runs()
+    theirs = theirs[theirs["layer"].isna() & (theirs["precision"] == "fp16")]
+    norms = sorted({*points["clip_norm"], *theirs.loc[theirs["method"] == "lcgd", "clip_norm"]} - {0.0})
+    places = {norm: place for place, norm in enumerate([*norms, 0.0])}
+    for metric in ("sim_aou_norm", "sim_am_after"):
+        panels = []
+        for dataset, own in points[points["metric"] == metric].groupby("dataset", sort=False):
+            series = []
+            for (init, method), line in own.groupby(["init", "method"], sort=False):
+                label, line = f"{method}, {init}", line.assign(place=line["clip_norm"].map(places))
+                series.append(line_series(label, line, "place", init=init, method=method, dataset=dataset))
+                said = theirs[(theirs["dataset"] == dataset) & (theirs["metric"] == metric)]
+                said = said[(said["method"] == method) & (said["init"] == init)].groupby("clip_norm")["value"].mean()
+                if len(said):
+                    tags = {"init": init, "method": method, "dataset": dataset}
+                    x = [places[norm] for norm in said.index]
+                    series.append(Series(f"authors' runs: {label}", x, list(said), None, tags, True, label))
+            panels.append(Panel(dataset, series, tags={"dataset": dataset}))
+        if panels:
+            yield Chart(
+                f"clipping_{metric}_{model}",
+                f"{NAMES[metric]} against the norm that gradients are clipped to",
+                f"{model}. l2 norm of all layers' gradients together; none: not clipped. Thin lines: the authors' runs "
+                f"({AUTHORS_MODEL}, fp16, one seed).",
+                panels,
+                "clipping norm",
+                f"{NAMES[metric]} (cosine)",
+                ticks=[*(f"{norm:g}" for norm in norms), "none"],
+            )
 
 
-def accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
+def accuracy_by_k(run: Run, model: str) -> Iterator[Chart]:
     """Accuracy of ICL and ZSL against the number of demonstrations."""
     yield from curves(
         run.against("num_demonstrations"),
@@ -137,11 +241,11 @@ def accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
         [("accuracy_icl", "ICL"), ("accuracy_zsl", "ZSL")],
         ("accuracy_by_k", "Accuracy against the number of demonstrations"),
         ("number of demonstrations k", "accuracy (percent)", PERCENT),
-        lambda ax: ax.set_xscale("symlog", base=2, linthresh=1),
+        "symlog",
     )
 
 
-def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
+def learning_rates(run: Run, model: str) -> Iterator[Chart]:
     """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
     points = run.against("lr")
     for metric in ("accuracy_ft", *SIMILARITIES):
@@ -153,11 +257,11 @@ def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
             [(metric, name)],
             (f"learning_rate_{metric}", f"{name} against the learning rate"),
             ("learning rate", f"{name} ({unit})", scale),
-            lambda ax: ax.set_xscale("log"),
+            "log",
         )
 
 
-def switched_labels(run: Run, model: str) -> Iterator[Drawing]:
+def switched_labels(run: Run, model: str) -> Iterator[Chart]:
     """Accuracies and the similarities against the share of false labels, a figure each for where the labels are."""
     points = run.against("switch_labels", "switch_fraction")
     none = points[points["switch_labels"] == "none"].assign(switch_fraction=0.0)
@@ -183,47 +287,26 @@ def _axis(metric: str) -> tuple[str, str, float]:
     return NAMES[metric], "cosine", 1.0
 
 
-def curves(
-    points: pd.DataFrame,
-    model: str,
-    setting: str,
-    metrics: list[tuple[str, str]],
-    names: tuple[str, str],
-    axis: tuple[str, str, float],
-    scale_x: Callable[[Axes], None] = lambda ax: None,
-) -> Iterator[Drawing]:
-    """Metrics against a setting: a panel a dataset, a line a metric, init and method; nothing if it never varies."""
-    points = points[(points["model"] == model) & points["metric"].isin([metric for metric, _ in metrics])]
-    if points.empty or points.groupby(["dataset", "init", "method"])[setting].nunique().max() < 2:
-        return
-    datasets = list(points["dataset"].drop_duplicates())
-    figure, axes = panels(datasets)
-    for ax, dataset in zip(axes, datasets, strict=True):
-        lines = {}
-        for metric, label in metrics:
-            own = points[(points["dataset"] == dataset) & (points["metric"] == metric)]
-            if metric in UNTRAINED:
-                own = own.assign(method="none").drop_duplicates(["init", setting])
-            for (init, method), line in own.groupby(["init", "method"], sort=False):
-                values = line.assign(mean=line["mean"] * axis[2], sd=line["sd"] * axis[2])
-                lines[", ".join(part for part in (label, method, init) if part != "none")] = values
-        draw_lines(ax, lines, setting)
-        scale_x(ax)
-        ax.set_xlabel(axis[0])
-        ax.set_ylabel(axis[1])
-    legend_below(figure, axes)
-    caption = f"{model}. Error bars: standard deviation over seeds."
-    yield Drawing(f"{names[0]}_{model}", names[1], caption, figure)
+def _bars(chosen: pd.DataFrame, datasets: Sequence[str], by: str) -> list[Series]:
+    """A bar a dataset, a series a value of `by`."""
+    places = chosen.assign(place=[float(datasets.index(dataset)) for dataset in chosen["dataset"]])
+    return [
+        line_series(str(name), own.assign(sd=own["sd"].fillna(np.nan)), "place", **{by: str(name)})
+        for name, own in places.groupby(by, sort=False)
+    ]
 
 
 FIGURES = (
-    _similarities,
-    _alpha,
+    over_tasks,
+    similarities,
+    alpha,
     accuracy_by_depth,
     short_circuits,
     dynamics,
-    _partition,
-    _gradient_norms,
+    step_figures,
+    partition,
+    gradient_norms,
+    clipping,
     accuracy_by_k,
     learning_rates,
     switched_labels,

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,14 @@ class Run:
     """Key -> metrics after each demonstration (CURVE_COLUMNS)."""
     step_sizes: dict[str, np.ndarray] = field(default_factory=dict)
     """Key -> relative size |dW| / |W| of each layer's step: (steps, layers)."""
+    steps: dict[str, pd.DataFrame] = field(default_factory=dict)
+    """Key -> loss_bits, sample_size and gradient_norm of each step of fine-tuning."""
+    folders: dict[str, Path] = field(default_factory=dict)
+    """Model -> the results folder it comes from, where there are several."""
+
+    def cell_folder(self, model: str, key: str) -> Path:
+        """Where the files of a finished cell are."""
+        return self.folders.get(model, self.folder) / "cells" / key
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -113,25 +121,76 @@ def load_run(folder: str | Path) -> Run:
     planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
     planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
-    configurations, tables, gradients, step_sizes, curves = {}, [], {}, {}, {}
+    configurations, tables = {}, []
+    records, curves = dict[str, pd.DataFrame](), dict[str, pd.DataFrame]()
     for key in planned.loc[planned["finished"], "key"].drop_duplicates():
         cell = read_cell(store, key)
         configurations[key] = cell.configuration
         tables.append(cell.means.assign(key=key))
-        if cell.gradients is not None:
-            gradients[key] = cell.gradients
+        if cell.record is not None:
+            records[key] = cell.record
         if cell.curve is not None:
             curves[key] = cell.curve
-        if cell.step_sizes is not None:
-            step_sizes[key] = cell.step_sizes
     names = ["key", "metric", "layer", "value", "low", "high"]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
     values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
-    models = {str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)}
-    names_of = (list(experiments), list(shown))
-    return Run(Path(folder), planned, configurations, values, *names_of, gradients, models, curves, step_sizes)
+    sizes = {key: step_size_matrix(record) for key, record in records.items()}
+    return Run(
+        folder=Path(folder),
+        planned=planned,
+        configurations=configurations,
+        values=values,
+        experiments=list(experiments),
+        tables=list(shown),
+        gradients={key: heatmap_matrix(record) for key, record in records.items()},
+        models={str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)},
+        curves=curves,
+        step_sizes={key: size for key, size in sizes.items() if size is not None},
+        steps={key: steps_of(record) for key, record in records.items()},
+    )
+
+
+def side_by_side(runs: Sequence[Run]) -> Run:
+    """Several results folders as one run; models of the same name are told apart by their folders."""
+    names = [model for run in runs for model in run.planned["model"].drop_duplicates()]
+    folders: dict[str, Path] = {}
+    renamed = []
+    for number, run in enumerate(runs):
+        same = [other for other in runs if other is not run and other.folder.name == run.folder.name]
+        label = f"{run.folder.name} ({number + 1})" if same else run.folder.name
+        new = {model: f"{model} [{label}]" if names.count(model) > 1 else model for model in set(names)}
+        folders |= {new[model]: run.folder for model in run.planned["model"].drop_duplicates()}
+        frames = (run.planned.replace({"model": new}), run.values.replace({"model": new}))
+        models = {new.get(name, name): said for name, said in run.models.items()}
+        renamed.append(replace(run, planned=frames[0], values=frames[1], models=models))
+
+    def joined(name: str) -> dict[str, Any]:
+        return {key: value for run in renamed for key, value in getattr(run, name).items()}
+
+    return Run(
+        folder=runs[0].folder,
+        planned=pd.concat([run.planned for run in renamed], ignore_index=True),
+        values=pd.concat([run.values for run in renamed], ignore_index=True),
+        experiments=list(dict.fromkeys(name for run in renamed for name in run.experiments)),
+        tables=list(dict.fromkeys(name for run in renamed for name in run.tables)),
+        folders=folders,
+        **{name: joined(name) for name in ("configurations", "gradients", "models", "curves", "step_sizes", "steps")},
+    )
+
+
+def steps_of(record: pd.DataFrame) -> pd.DataFrame:
+    """Loss (bits a token, summed over layers where they have losses), tokens and gradient norm of every step."""
+    groups = record.sort_values("step").groupby("step")
+    first = groups[["loss_sum", "sample_size"]].first()
+    return pd.DataFrame(
+        {
+            "loss_bits": first["loss_sum"] / first["sample_size"] / np.log(2),
+            "sample_size": first["sample_size"],
+            "gradient_norm": np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum()))),
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -140,8 +199,8 @@ class CellResults:
 
     configuration: dict[str, Any]
     means: pd.DataFrame
-    gradients: np.ndarray | None = None
-    step_sizes: np.ndarray | None = None
+    record: pd.DataFrame | None = None
+    """Of the gradients."""
     curve: pd.DataFrame | None = None
 
 
@@ -153,12 +212,13 @@ def read_cell(store: Store, key: str) -> CellResults:
         said = configuration.get("cell")
         if not isinstance(said, dict) or not isinstance(said.get("settings"), dict):
             raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
-        means, over_j = read_means(folder / "results.parquet"), folder / "curve.parquet"
-        found = CellResults(configuration, means, curve=read_curve(over_j) if os.path.lexists(over_j) else None)
-        if not os.path.lexists(folder / "gradients.parquet"):
-            return found
-        record, _ = read_gradient_record(folder / "gradients.parquet")
-        return replace(found, gradients=heatmap_matrix(record), step_sizes=step_size_matrix(record))
+        gradients, over_j = folder / "gradients.parquet", folder / "curve.parquet"
+        return CellResults(
+            configuration,
+            read_means(folder / "results.parquet"),
+            record=read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None,
+            curve=read_curve(over_j) if os.path.lexists(over_j) else None,
+        )
     except UserError as error:
         said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
         raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error

@@ -2,82 +2,77 @@
 
 from collections.abc import Iterator
 
-import matplotlib as mpl
+import numpy as np
 import pandas as pd
-from matplotlib.ticker import MaxNLocator
 
-from fairseq_icl.replication.report.figures import curves
+from fairseq_icl.replication.report.charts import Chart, Panel, curves, line_series
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.steps import COSINES, SIZE, equal_steps, with_length_ratios
-from fairseq_icl.results.drawing import STYLE, Drawing, draw_lines, legend_below, panels
 
 
-def step_figures(run: Run) -> Iterator[Drawing]:
+def step_figures(run: Run, model: str) -> Iterator[Chart]:
     """Every figure of steps that the run has numbers for."""
+    yield from _recorded(run, model)
     points = equal_steps(run)
-    with mpl.rc_context(STYLE):
-        for model in run.planned["model"].drop_duplicates():
-            yield from _recorded(run, model)
-            for metric, name in COSINES.items():
-                yield from curves(
-                    points,
-                    model,
-                    SIZE,
-                    [(metric, name)],
-                    (f"steps_{metric}", f"{name} at steps of equal relative size"),
-                    ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0),
-                    lambda ax: ax.set_xscale("log"),
-                )
-                yield from _by_length(points, model, metric, name)
+    for metric, name in COSINES.items():
+        yield from curves(
+            points,
+            model,
+            SIZE,
+            [(metric, name)],
+            (f"steps_{metric}", f"{name} at steps of equal relative size"),
+            ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0),
+            "log",
+        )
+        yield from _by_length(points, model, metric, name)
 
 
-def _recorded(run: Run, model: str) -> Iterator[Drawing]:
+def _recorded(run: Run, model: str) -> Iterator[Chart]:
     """The relative size of the plain run's steps by layer: a panel a dataset, a line an init and method."""
     known = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "")]
     known = known[known["key"].isin(run.step_sizes)]
-    if known.empty:
-        return
     rows = [
-        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer + 1, "size": float(size)}
+        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer + 1, "size": np.log10(size)}
         for cell in known.itertuples()
         for layer, size in enumerate(run.step_sizes[str(cell.key)].mean(axis=0))
+        if size > 0
     ]
+    if not rows:
+        return
     groups = pd.DataFrame(rows).groupby(["dataset", "init", "method", "layer"], sort=False)["size"]
-    sizes = groups.agg(mean="mean", sd="std").reset_index()
-    datasets = list(sizes["dataset"].drop_duplicates())
-    figure, axes = panels(datasets)
-    for ax, dataset in zip(axes, datasets, strict=True):
-        lines = sizes[sizes["dataset"] == dataset].groupby(["init", "method"], sort=False)
-        draw_lines(ax, {f"{method}, {init}": line for (init, method), line in lines}, "layer")
-        ax.set_yscale("log")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_xlabel("layer")
-        ax.set_ylabel("|dW| / |W| of a step")
-    legend_below(figure, axes)
+    panels = _panels(groups.agg(mean="mean", sd="std").reset_index(), "layer")
     caption = (
         f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
-        "steps of fine-tuning. Error bars: standard deviation over seeds."
+        "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 1."
     )
-    yield Drawing(f"step_sizes_{model}", "How far a step moves the weights, by layer", caption, figure)
+    title = "How far a step moves the weights, by layer"
+    yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
 
 
-def _by_length(points: pd.DataFrame, model: str, metric: str, name: str) -> Iterator[Drawing]:
+def _by_length(points: pd.DataFrame, model: str, metric: str, name: str) -> Iterator[Chart]:
     """A cosine against the length ratio that the same steps led to: equally bold in what they do to attention."""
     found = with_length_ratios(points[points["model"] == model], metric)
     if found.empty or found[SIZE].nunique() < 2:
         return
-    datasets = list(found["dataset"].drop_duplicates())
-    figure, axes = panels(datasets)
-    for ax, dataset in zip(axes, datasets, strict=True):
-        lines = found[found["dataset"] == dataset].groupby(["init", "method"], sort=False)
-        draw_lines(ax, {f"{method}, {init}": line for (init, method), line in lines}, "length_ratio")
-        ax.axvline(1, color="black", linewidth=0.6)
-        ax.set_xscale("log")
-        ax.set_xlabel("length ratio, FT / ICL")
-        ax.set_ylabel(f"{name} (cosine)")
-    legend_below(figure, axes)
     caption = (
-        f"{model}. Every point is a size of steps; further right, what fine-tuning changes is longer; on the vertical "
-        "line it is as long as what ICL changes. Error bars: standard deviation over seeds."
+        f"{model}. Every point is a size of steps; further right, what fine-tuning changes is longer; at 1 it is as "
+        "long as what ICL changes. Error bars: standard deviation over seeds."
     )
-    yield Drawing(f"lengths_{metric}_{model}", f"{name} against the length of the change", caption, figure)
+    title, panels = f"{name} against the length of the change", _panels(found, "length_ratio")
+    axes = ("length ratio, FT / ICL", f"{name} (cosine)")
+    yield Chart(f"lengths_{metric}_{model}", title, caption, panels, *axes, scale="log")
+
+
+def _panels(points: pd.DataFrame, x: str) -> list[Panel]:
+    """A panel a dataset, a line an init and method."""
+    return [
+        Panel(
+            str(dataset),
+            [
+                line_series(f"{method}, {init}", line, x, method=method, init=init, dataset=str(dataset))
+                for (init, method), line in own.groupby(["init", "method"], sort=False)
+            ],
+            tags={"dataset": str(dataset)},
+        )
+        for dataset, own in points.groupby("dataset", sort=False)
+    ]

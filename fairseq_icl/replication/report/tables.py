@@ -3,19 +3,16 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import PACKAGE
+from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_means, inits_of, published_figures
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import nearest
 
-PUBLISHED = PACKAGE / "config" / "published.yaml"
 AVERAGE = "average"
 PLAIN = "plain run"
 METRICS: tuple[str, ...] = (
@@ -54,6 +51,8 @@ class Entry:
     published: float | None = None
     published_sd: float | None = None
     doubtful: str = ""
+    authors: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    """Precision -> mean and SD over seeds of the authors' own runs."""
     keys: tuple[str, ...] = ()
     length_ratio: float | None = None
     """Of a cosine: how long FT's vector is in units of ICL's."""
@@ -96,12 +95,6 @@ def check_tables(names: Sequence[Any]) -> None:
             raise UserError(f"tables={name}: no such published table; {nearest(str(name), known)}")
 
 
-@cache
-def published_figures() -> dict[str, Any]:
-    """The papers' figures, as the package's YAML has them."""
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-
-
 def paper_tables(run: Run) -> list[Table]:
     """The published tables that the run's experiments name, once for every model of the run.
 
@@ -109,8 +102,8 @@ def paper_tables(run: Run) -> list[Table]:
     """
     tables = []
     models = list(run.planned["model"].drop_duplicates())
-    for model in models:
-        for name in (name for name in run.tables if name in published_figures()["tables"]):
+    for name in (name for name in run.tables if name in published_figures()["tables"]):
+        for model in models:  # innermost: two models stand side by side
             rows = published_figures()["tables"][name]["rows"]
             sizes = list(dict.fromkeys(size for row in rows for size in row.get("published", {})))
             if model in sizes or not sizes or not _shared(run, name, model):
@@ -142,6 +135,7 @@ def paper_table(run: Run, name: str, model: str, size: str) -> Table:
     scale = 100.0 if said.get("percent") else 1.0
     rows = [_paper_row(run, row, model, size, columns, said["columns"], scale) for row in said["rows"]]
     notes = [f"Ours: {model}; published: {size}."] if size != model else []
+    notes += [f"{said['note']}."] if "note" in said else []
     notes += [
         f"Doubtful: {row['label']}, {dataset}: {why}."
         for row in said["rows"]
@@ -161,11 +155,16 @@ def _paper_row(
     figures = row.get("published", {}).get(size, {})
     figure = dict(zip(published, figures.get("values", []), strict=False))
     spread = dict(zip(published, figures.get("sd", []), strict=False))
+    selection = {"variant": "", "init": "pretrained", **row["select"], "model": model}
+    planned = set(run.planned.loc[run.planned["model"] == model, "init"])
+    inits = inits_of(selection["init"])
+    selection["init"] = next((init for init in inits if init in planned), inits[0])
     entries = [
         look_up(
             run,
-            {"variant": "", "init": "pretrained", **row["select"], "model": model, "dataset": dataset},
+            selection | {"dataset": dataset},
             scale=scale,
+            authors=_authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {},
             published=figure.get(dataset),
             published_sd=spread.get(dataset),
             doubtful=row.get("doubtful", {}).get(dataset, ""),
@@ -176,6 +175,20 @@ def _paper_row(
     if columns[: len(published)] == published:
         return row["label"], (*entries, _average(entries[: len(published)], figures.get("avg")))
     return row["label"], (*entries, _average(entries, None))
+
+
+def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, tuple[float, float | None]]:
+    """The mean and SD of the authors' runs that a row of a published table stands for, by precision."""
+    variant = select.get("variant", "")
+    clip = float(variant.removeprefix("clip_norm=")) if variant.startswith("clip_norm=") else 0.0
+    known = authors_means() if clip or not variant else {}
+    found = {}
+    for precision in ("fp16", "fp32"):
+        place = (inits_of(select.get("init", "pretrained"))[0], clip, dataset, precision)
+        if (select["metric"], select.get("method"), *place) in known:
+            mean, sd, _ = known[select["metric"], select.get("method"), *place]
+            found[precision] = mean * scale, None if math.isnan(sd) else sd * scale
+    return found
 
 
 def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:

@@ -1,11 +1,14 @@
-"""Tables as Markdown, LaTeX, CSV and plain text for the terminal."""
+"""Tables and verdicts as Markdown, LaTeX, CSV and plain text for the terminal."""
 
 import csv
 import hashlib
 import io
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from fairseq_icl.replication.report.claims import Effect, Verdict, authors_verdicts
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
 
@@ -13,6 +16,8 @@ Show = Callable[[Entry, int], str]
 MISSING = "missing"
 UNDEFINED = "0/0"
 NOT_PLANNED = "–"
+NEGATIVE = re.compile(r"-\d+(\.\d+)?")
+PRECISIONS = ("fp16", "fp32")
 SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
@@ -36,6 +41,14 @@ def beside(entry: Entry, decimals: int) -> str:
     text = f"{entry.published:.{decimals}f}"
     text += f" ± {entry.published_sd:.{decimals}f}" if entry.published_sd is not None else ""
     return text + ("?" if entry.doubtful else "")
+
+
+def of_authors(entry: Entry, decimals: int, precision: str) -> str:
+    """What the authors' own runs gave in this precision."""
+    if precision not in entry.authors:
+        return NOT_PLANNED
+    mean, sd = entry.authors[precision]
+    return f"{mean:.{decimals}f}" + (f" ± {sd:.{decimals}f}" if sd is not None else "")
 
 
 def difference(entry: Entry, decimals: int) -> str:
@@ -64,10 +77,12 @@ def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True
         kinds.append(("95 % interval", interval))
     if any(entry.length_ratio is not None for entry in entries):
         kinds.append(("length ratio", length_ratio))
-    if any(entry.published is not None for entry in entries):
-        kinds += [(reference, beside)] if reference != PLAIN else []  # the plain run is the first row already
-        kinds.append(("difference", difference))
-    return kinds
+    published = any(entry.published is not None for entry in entries)
+    if published and reference != PLAIN:  # the plain run is the first row already
+        kinds.append((reference, beside))
+    for precision in sorted({precision for entry in entries for precision in entry.authors}):
+        kinds.append((f"authors' runs, {precision}", partial(of_authors, precision=precision)))
+    return [*kinds, ("difference", difference)] if published else kinds
 
 
 def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
@@ -80,18 +95,71 @@ def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
     return lines
 
 
-def plain(table: Table) -> str:
-    """The table for a terminal, without intervals."""
-    return "\n".join([table.title, text_table(grid(table, intervals=False), names=2), *table.notes])
+@dataclass(frozen=True)
+class Sheet:
+    """A table as text: its head and its lines, of which the first `names` columns are words."""
+
+    name: str
+    title: str
+    lines: list[list[str]]
+    notes: list[str]
+    names: int = 2
 
 
-def markdown(table: Table) -> str:
+def sheet(table: Table, *, intervals: bool = True) -> Sheet:
+    """A table of numbers as text."""
+    notes = [f"Source: {table.source}."] if table.source else []
+    return Sheet(table.name, table.title, grid(table, intervals=intervals), [*notes, *table.notes])
+
+
+VERDICT_HEAD = ["claim", "source", "here", "effect", "why", "authors' runs", "their effect", "their why"]
+VERDICT_NOTES = [
+    "Effect: what the claim is about, averaged over datasets, with its 95 % interval by a paired bootstrap over seeds "
+    "and examples (of the authors' runs: over seeds; their examples are not known). Undecided says what would decide."
+]
+
+
+def verdict_sheet(model: str, verdicts: Sequence[Verdict]) -> Sheet:
+    """What became of every claim: on this run, and on the authors' own runs."""
+    lines = [VERDICT_HEAD]
+    for verdict, theirs in zip(verdicts, authors_verdicts(), strict=True):
+        mine, other = ([said.status, effect_text(said.average), said.reason] for said in (verdict, theirs))
+        lines.append([verdict.claim["says"], verdict.claim["source"], *mine, *other])
+    return Sheet(f"verdicts_{model}", f"Do the papers' claims hold? {model}", lines, VERDICT_NOTES, names=8)
+
+
+def effect_text(effect: Effect | None) -> str:
+    """An effect with its interval, if it has one."""
+    if effect is None:
+        return NOT_PLANNED
+    low, high = effect.interval()
+    limits = f" [{low:+.3f}, {high:+.3f}]" if effect.seeds > 1 or effect.examples else ""
+    return f"{effect.value:+.3f}{limits}"
+
+
+def plain(table: Sheet | Table) -> str:
+    """The table for a terminal; of numbers without intervals."""
+    shown = sheet(table, intervals=False) if isinstance(table, Table) else table
+    notes = table.notes if isinstance(table, Table) else []
+    return "\n".join([shown.title, text_table(shown.lines, names=shown.names), *notes])
+
+
+def plain_verdicts(model: str, verdicts: Sequence[Verdict]) -> str:
+    """The verdicts for a terminal: one line each."""
+    lines = [["claim", "here", "effect", "authors' runs"]]
+    for verdict, theirs in zip(verdicts, authors_verdicts(), strict=True):
+        lines.append([verdict.claim["name"], verdict.status, effect_text(verdict.average), theirs.status])
+    return "\n".join([f"Do the papers' claims hold? {model}", text_table(lines, names=4)])
+
+
+def markdown(table: Sheet | Table) -> str:
     """The table in Markdown."""
-    head, *body = grid(table)
-    lines = ["| " + " | ".join(map(marked, head)) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    shown = sheet(table) if isinstance(table, Table) else table
+    head, *body = shown.lines
+    lines = ["| " + " | ".join(map(marked, head)) + " |"]
+    lines += ["|" + "---|" * shown.names + "---:|" * (len(head) - shown.names)]
     lines += ["| " + " | ".join(map(marked, line)) + " |" for line in body]
-    notes = [note for note in ((f"Source: {table.source}." if table.source else ""), *table.notes) if note]
-    return "\n".join([f"### {marked(table.title)}", "", *lines, "", *map(marked, notes), ""])
+    return "\n".join([f"### {marked(shown.title)}", "", *lines, "", *map(marked, shown.notes), ""])
 
 
 def marked(text: str) -> str:
@@ -101,15 +169,17 @@ def marked(text: str) -> str:
     return re.sub(r"&(?=\w|#)", "&amp;", text)
 
 
-def latex(table: Table) -> str:
+def latex(table: Sheet | Table) -> str:
     """The table in LaTeX (booktabs)."""
-    head, *body = grid(table)
-    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{ll{'r' * (len(head) - 2)}}}", r"\toprule"]
+    shown = sheet(table) if isinstance(table, Table) else table
+    head, *body = shown.lines
+    columns = "l" * shown.names + "r" * (len(head) - shown.names)
+    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
     lines += [" & ".join(escaped(cell) for cell in head) + r" \\", r"\midrule"]
     lines += [" & ".join(escaped(cell) for cell in line) + r" \\" for line in body]
-    caption = " ".join([f"{table.title}.", f"Source: {table.source}." if table.source else "", *table.notes])
+    caption = " ".join([f"{shown.title}.", *shown.notes])
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
-    return "\n".join([*lines, rf"\label{{tab:{file_name(table.name)}}}", r"\end{table}", ""])
+    return "\n".join([*lines, rf"\label{{tab:{file_name(shown.name)}}}", r"\end{table}", ""])
 
 
 def escaped(text: str) -> str:
@@ -130,14 +200,24 @@ def comma_separated(tables: Sequence[Table]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
     names += ["length_ratio"]
-    writer.writerow(["table", "row", "column", *names, "reference", "cells"])
+    authors = [f"authors_{precision}" for precision in PRECISIONS]
+    writer.writerow(["table", "row", "column", *names, *authors, "reference", "cells"])
     for table in tables:
         for label, entries in table.rows:
             for column, entry in zip(table.columns, entries, strict=True):
                 values = [_blank(getattr(entry, name)) for name in names]
+                values += [_blank(entry.authors.get(precision, (None,))[0]) for precision in PRECISIONS]
                 words = (table.name, label, column, table.reference, " ".join(map(str, entry.keys)))
                 name, label_text, column_text, reference, keys = map(spreadsheet_safe, words)
                 writer.writerow([name, label_text, column_text, *values, reference, keys])
+    return text.getvalue()
+
+
+def csv_of(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of text cells as CSV that no spreadsheet takes for formulas; negative numbers stay numbers."""
+    text = io.StringIO()
+    safe = [[cell if NEGATIVE.fullmatch(cell) else spreadsheet_safe(cell) for cell in line] for line in lines]
+    csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue()
 
 
