@@ -38,7 +38,7 @@ def test_streams_and_examples_are_uncorrelated():
 
 def test_the_cosine_with_a_zero_vector_is_a_counted_zero():
     a = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-30, 0.0]])
-    value, zero = cosine(a, torch.tensor([[4.0, 3.0], [1.0, 0.0], [1e-30, 0.0]]))
+    value, zero, _ = cosine(a, torch.tensor([[4.0, 3.0], [1.0, 0.0], [1e-30, 0.0]]))
     assert value.tolist() == [24 / 25, 0.0, 1.0]
     assert zero.tolist() == [0, 1, 0]
 
