@@ -25,15 +25,14 @@ def main(argv: list[str]) -> int:
 
 def report(folder: Path, to: Path | None = None, formats: tuple[str, ...] = FORMATS, *, quiet: bool = False) -> "Run":
     """Write the report of `folder`, print its tables and say where it is."""
-    from fairseq_icl.replication.report import text, write_report  # pandas, which --help can do without
+    from fairseq_icl.replication.report import own_tables, text, write_report  # pandas, which --help can do without
     from fairseq_icl.replication.report.run import load_run
-    from fairseq_icl.replication.report.stability import stability_tables
-    from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
+    from fairseq_icl.replication.report.tables import paper_tables
 
     run = load_run(folder)
     written = write_report(run, to or Path(folder) / "report", formats)
     if not quiet:
-        for table in [*paper_tables(run), *comparison_tables(run), *stability_tables(run)]:
+        for table in [*paper_tables(run), *own_tables(run)]:
             print(text.plain(table), end="\n\n")
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -68,6 +68,12 @@ class Layout:
             row[len(before) : len(before) + len(sequence)] = torch.tensor(sequence)
         return filled
 
+    @property
+    def first_row(self) -> Tensor:
+        """(n,) row of logits that predicts the first label token of each query's option 0."""
+        start = torch.full_like(self.num_options, len(self.logit_sequence))
+        return start.scatter_reduce(0, self.entry_query, self.entry_logits, "amin")
+
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
         return self.by_option(log_probs[self.entry_logits, self.entry_token] * self.entry_weight)

@@ -8,6 +8,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import html, text
+from fairseq_icl.replication.report.order import order_tables
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.stability import stability_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
@@ -22,7 +23,7 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
     """Write the report; returns the path of each format's main file."""
     from fairseq_icl.replication.report.figures import all_figures  # matplotlib, which tables alone can do without
 
-    papers, comparisons = paper_tables(run), [*comparison_tables(run), *stability_tables(run)]
+    papers, comparisons = paper_tables(run), own_tables(run)
     drawings = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
     written = {}
     try:
@@ -46,6 +47,11 @@ def write_report(run: Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> 
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another place with --to") from error
     return written
+
+
+def own_tables(run: Run) -> list[Table]:
+    """The tables that compare the run's cells with each other: variants, perturbations, orders."""
+    return [*comparison_tables(run), *stability_tables(run), *order_tables(run)]
 
 
 def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:

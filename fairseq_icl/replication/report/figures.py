@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
 from fairseq_icl.replication.report.dynamics import dynamics
+from fairseq_icl.replication.report.order import SIDES, ordered_cells
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.results.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
 
@@ -216,12 +217,43 @@ def _curves(
     yield Drawing(f"{names[0]}_{model}", names[1], caption, figure)
 
 
+def accuracy_by_order(run: Run, model: str) -> Iterator[Drawing]:
+    """Accuracy of ICL and FT in every order: a panel a dataset."""
+    ordered = ordered_cells(run)
+    ordered = ordered[ordered["model"] == model]
+    if ordered.empty:
+        return
+    shown = run.values[run.values["key"].isin(ordered["key"]) & run.values["layer"].isna()]
+    datasets = list(shown["dataset"].drop_duplicates())
+    figure, axes = panels(datasets)
+    for ax, dataset in zip(axes, datasets, strict=True):
+        draw_lines(ax, dict(_by_order(shown[shown["dataset"] == dataset])), "permutation")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("order (index of the permutation)")
+        ax.set_ylabel("accuracy (percent)")
+    legend_below(figure, axes)
+    caption = f"{model}. The same demonstrations in different orders; error bars: standard deviation over seeds."
+    yield Drawing(f"order_{model}", "Accuracy in every order of the demonstrations", caption, figure)
+
+
+def _by_order(shown: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(label, line): ICL once, FT of every method and variant."""
+    for side, name in SIDES.items():
+        own = shown[shown["metric"] == f"accuracy_{side}"]
+        for (init, method, variant), line in own.groupby(["init", "method", "variant"], sort=False):
+            words = (name, method if side == "ft" else "", variant if side == "ft" else "", init)
+            label = " ".join(word for word in words if word and word != "pretrained")
+            values = line.groupby("permutation")["value"].agg(mean="mean", sd="std").reset_index()
+            yield label, values.assign(mean=values["mean"] * PERCENT, sd=values["sd"] * PERCENT)
+
+
 FIGURES = (
     _similarities,
     _alpha,
     accuracy_by_depth,
     short_circuits,
     dynamics,
+    accuracy_by_order,
     _partition,
     _gradient_norms,
     accuracy_by_k,
