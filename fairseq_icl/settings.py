@@ -158,9 +158,9 @@ class Settings:
     )
     permutation: int = setting(
         0,
-        "index of the permutation of the demonstrations (0: see permutation_zero; negative: none)",
+        "index of the permutation of the demonstrations (0: see permutation_zero; negative: none); the authors: 0-4",
         (CONTEXT, FINETUNING),
-        high=4,
+        high=999,
     )
     queries: str = setting(
         "validation",

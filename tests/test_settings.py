@@ -95,7 +95,7 @@ def test_settings_are_the_fields_of_the_class_in_their_order():
         ({"seed": True}, "seed=True: must be a whole number"),
         ({"seed": 2**32}, "seed=4294967296: must be at most"),
         ({"limit": 0}, "limit=0: must be at least 1"),
-        ({"permutation": 5}, "permutation=5: must be at most 4"),
+        ({"permutation": 1000}, "permutation=1000: must be at most 999"),
         ({"switch_fraction": 2}, "switch_fraction=2: must be at most 1"),
         ({"switch_fraction": -0.1}, "switch_fraction=-0.1: must be at least 0"),
         ({"position": "bogus"}, "position=bogus: choose from option0, query, gold"),

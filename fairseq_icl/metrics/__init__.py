@@ -77,6 +77,14 @@ class Observation(Protocol):
     def depth_scores(self) -> Tensor | None:
         """(n, L, C) score of each option after each layer; only differences between options count"""
 
+    @property
+    def top_tokens(self) -> Tensor | None:
+        """(n, K) most likely next tokens where the label begins"""
+
+    @property
+    def top_logprobs(self) -> Tensor | None:
+        """(n, K) log-probabilities of these tokens in the whole output distribution, largest first"""
+
     def __len__(self) -> int: ...
 
     def take(self, index: Any) -> "Observation":
@@ -145,8 +153,8 @@ def metric(
     - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
       `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
       fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
-    - `reads`: attributes of the observations that not every observation has (`depth_scores`, `label_prior`); where
-      one is missing the metric is left out.
+    - `reads`: attributes of the observations that not every observation has (`depth_scores`, `top_tokens`,
+      `label_prior`); where one is missing the metric is left out.
     """
     settings, needs, reads = tuple(settings), tuple(needs), tuple(reads)
     for given, known in ((settings, SETTINGS), (needs, EXTRAS)):
@@ -224,6 +232,7 @@ from fairseq_icl.metrics import (  # noqa: E402
     attention_maps,
     attention_outputs,
     depth,
+    output_distributions,
     predictions,
     training_attention,
     weight_space,
@@ -241,6 +250,7 @@ __all__ = [
     "get_metric",
     "metric",
     "metric_names",
+    "output_distributions",
     "predictions",
     "training_attention",
     "weight_space",

@@ -26,6 +26,9 @@ from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
 
+TOP_TOKENS = 10
+"""How many of the most likely next tokens are kept: K of Shen et al. (2023)."""
+
 Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
 """Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, scores over the context
 (n, L, P) and features after each layer but the last (L - 1, R, d)."""
@@ -139,6 +142,7 @@ class Observer:
         depth_scores = None if inner is None else scores_by_depth(model, layout, inner, scores)
         model.lm.train(was_training)
         _check_scores(scores, queries)
+        top = log_probs[layout.first_row].topk(min(TOP_TOKENS, log_probs.size(1)), dim=1)
         return Observation(
             row=torch.tensor([query.row for query in queries]),
             gold=torch.tensor([query.gold for query in queries]),
@@ -150,6 +154,8 @@ class Observer:
             query_vector=record.query.float().cpu(),
             context_row=None if context_scores is None else context_scores.float().cpu(),
             depth_scores=depth_scores,
+            top_tokens=top.indices,
+            top_logprobs=top.values,
             training_queries=model.training_queries,
             method=model.method,
             init=model.init,

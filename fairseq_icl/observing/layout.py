@@ -62,6 +62,12 @@ class Layout:
         """The sequences, each after the tokens `before`, filled up on the right: (B, T)."""
         return filled_up([(*before, *sequence) for sequence in self.sequences])
 
+    @property
+    def first_row(self) -> Tensor:
+        """(n,) row of logits that predicts the first label token of each query's option 0."""
+        start = torch.full_like(self.num_options, len(self.logit_sequence))
+        return start.scatter_reduce(0, self.entry_query, self.entry_logits, "amin")
+
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
         return self.by_option(log_probs[self.entry_logits, self.entry_token] * self.entry_weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 
-ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row", "depth_scores")
+ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row", "depth_scores", "top_logprobs")
 PRECISIONS = {"half": torch.float16, "single": torch.float32}
 FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
@@ -43,6 +43,8 @@ class Observation:
     demonstration_logprob: Tensor | None = None
     """(n,) mean log-probability of the tokens that fine-tuning on the example would score (ZSL and FT, if wanted)"""
     depth_scores: Tensor | None = None  # (n, L, C) of the model cut after each layer; the last is option_logprobs
+    top_tokens: Tensor | None = None  # (n, K) the most likely next tokens where the label (of option 0) begins
+    top_logprobs: Tensor | None = None  # (n, K) their log-probabilities, largest first
     training_queries: Mapping[int, Tensor] | None = None
     """Of a fine-tuned model: row of the train file -> query vectors (L, tokens, d) recorded before learning from it."""
     method: str = "none"

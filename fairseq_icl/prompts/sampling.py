@@ -94,14 +94,17 @@ def demonstration_orders(settings: Settings) -> tuple[list[int], list[int]]:
 
     Five permutations are drawn for the ICL prompt, then five new ones for fine-tuning, and number `permutation`
     (from 0) of each five is used. Index 0 means no permutation where the reading says so, a negative index always does.
+    Beyond the authors' five, number p is drawn after these ten: a permutation for the prompt, then one for fine-tuning.
     """
     k, permutation = settings.num_demonstrations, settings.permutation
     if permutation < 0 or (permutation == 0 and settings.permutation_zero == "identity"):
         return list(range(k)), list(range(k))
     legacy = numpy.random.RandomState(settings.seed)
-    draws = [legacy.permutation(k).tolist() for _ in range(2 * NUM_PERMUTATIONS)]
-    icl = draws[permutation]
-    return icl, draws[NUM_PERMUTATIONS + permutation] if settings.finetuning_order == "drawn" else list(icl)
+    draws = [legacy.permutation(k).tolist() for _ in range(2 * max(NUM_PERMUTATIONS, permutation + 1))]
+    first, second = permutation, NUM_PERMUTATIONS + permutation
+    if permutation >= NUM_PERMUTATIONS:
+        first, second = 2 * permutation, 2 * permutation + 1
+    return draws[first], draws[second] if settings.finetuning_order == "drawn" else list(draws[first])
 
 
 def switched_labels(golds: list[int], num_options: list[int], fraction: float, seed: int) -> list[int]:

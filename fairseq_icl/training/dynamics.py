@@ -36,7 +36,7 @@ class Curve:
             raise UserError(f"curve_examples={examples}: must be at least 1")
         self.whole = icl
         self.prompts = replace(prompts, queries=prompts.queries[:examples])
-        self.zsl = zsl.take(range(len(self.prompts.queries)))
+        self.zsl = self._first(zsl)
         self.shown = min(len(prompts.context_rows), len(prompts.finetuning))
         self.prefix: Prefix | None = None
         self.points: list[pd.DataFrame] = []
@@ -52,9 +52,13 @@ class Curve:
 
         **Returns** the columns of `CURVE_COLUMNS`: demonstrations (j), metric, value, and its 95 % interval low, high.
         """
-        chosen = range(len(self.prompts.queries))
-        self._add(len(self.prompts.finetuning), self.whole.take(chosen), ft.take(chosen))
+        self._add(len(self.prompts.finetuning), self._first(self.whole), self._first(ft))
         return pd.concat(self.points, ignore_index=True)
+
+    def _first(self, seen: Observation) -> Observation:
+        """What was seen on the queries of the curve, rows of attention no wider than the longest of them."""
+        taken = seen.take(range(len(self.prompts.queries)))
+        return replace(taken, attention_row=taken.attention_row[..., -int(taken.query_length.max()) :])
 
     def _in_context(self, count: int, base: Model) -> Observation:
         """ICL of the base model with the first `count` demonstrations."""

@@ -28,6 +28,7 @@ PROTOCOL: dict[str, Any] = {
     "lr_scheduler": "fixed",
     "max_epoch": 1,
     "batch_size": 1,
+    "update_freq": 1,
     "required_batch_size_multiple": 1,
     "num_workers": 0,
     "data_buffer_size": 0,
@@ -39,6 +40,8 @@ PROTOCOL: dict[str, Any] = {
     "disable_validation": True,
 }
 """What every run of the papers has in common, unless a method says otherwise."""
+ALL = 1_000_000
+"""More demonstrations than anyone has: as --update-freq, all of them make one step."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ for _method in (
         ("--criterion", "layer_causal_ce", "--linearize"),
     ),
     Method(
+        "gd_full_batch",
+        "vanilla fine-tuning in one step on all demonstrations, whose gradients are averaged over their tokens",
+        ("--criterion", "cross_entropy", "--update-freq", str(ALL)),
+    ),
+    Method(
         "short_circuit",
         "vanilla fine-tuning of the model cut after one layer (layers=3; by default the last, which is gd)",
         ("--criterion", "short_circuit_ce"),
@@ -152,7 +160,8 @@ def _saved_option(config: Mapping[str, Any], name: str) -> Any:
     for section in config.values():
         values = section if isinstance(section, Mapping) else vars(section) if hasattr(section, "__dict__") else {}
         if name in values:
-            return values[name]
+            value = values[name]
+            return value[0] if isinstance(value, list) and len(value) == 1 else value  # one value an epoch
     return PROTOCOL.get(name)
 
 

@@ -71,12 +71,12 @@ def test_examples_are_taken_in_any_order_with_what_they_share() -> None:
 
 
 def test_a_tenth_of_the_bytes_of_json_lines(tmp_path: Path) -> None:
-    model = tiny_model(decoder_embed_dim=64, decoder_input_dim=64, decoder_output_dim=64)
+    model = tiny_model(decoder_embed_dim=256, decoder_input_dim=256, decoder_output_dim=256)
     queries = make_queries("single", count=200)
     seen = look(model, queries, in_context=True)
     save_observations(tmp_path / "a.safetensors", {"icl": seen}, precision="half")
     fields = ("row", "gold", "prediction", "option_logprobs", "attention_output", "query_vector", "context_row")
-    fields += ("depth_scores",)
+    fields += ("depth_scores", "top_tokens", "top_logprobs")
     written = 0
     for number, length in enumerate(seen.query_length.tolist()):
         record = {name: getattr(seen, name)[number].tolist() for name in fields}

@@ -242,7 +242,7 @@ def test_no_demonstrations_leave_the_bare_bos(tmp_path: Path) -> None:
         ({"switch_seed": -1}, "switch_seed=-1: must be at least 0"),
         ({"switch_labels": "some"}, "switch_labels=some: choose from none"),
         ({"switch_labels": "both", "switch_fraction": 2.0}, "switch_fraction=2.0: must be at most 1"),
-        ({"permutation": 9}, "permutation=9: must be at most 4"),
+        ({"permutation": 1000}, "permutation=1000: must be at most 999"),
         ({"max_positions": 4}, r"sample_valid.jsonl:\d+: 5 tokens with its label, but the model has 4 positions"),
     ],
 )

@@ -3,7 +3,7 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS, demonstration_orders, shuffled, switched_labels
-from fairseq_icl.settings import SETTINGS, Settings
+from fairseq_icl.settings import Settings
 
 
 def orders(k: int, seed: int, permutation: int, reading: str = "authors", **changes: str) -> tuple[list, list]:
@@ -39,10 +39,14 @@ def test_the_global_generator_is_left_alone() -> None:
     assert numpy.random.get_state()[1].tolist() == before
 
 
-def test_permutation_beyond_the_draws_is_an_error() -> None:
-    assert SETTINGS["permutation"].high == NUM_PERMUTATIONS - 1
-    with pytest.raises(UserError, match="permutation=5: must be at most 4"):
-        orders(8, 5, 5)
+def test_permutations_beyond_the_authors_five_are_drawn_after_theirs() -> None:
+    generator = numpy.random.RandomState(5)
+    draws = [generator.permutation(8).tolist() for _ in range(14)]
+    assert orders(8, 5, NUM_PERMUTATIONS) == (draws[10], draws[11])
+    assert orders(8, 5, NUM_PERMUTATIONS + 1) == (draws[12], draws[13])
+    assert orders(8, 5, NUM_PERMUTATIONS + 1, finetuning_order="icl") == (draws[12], draws[12])
+    with pytest.raises(UserError, match="permutation=1000: must be at most 999"):
+        orders(8, 5, 1000)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])

@@ -1,5 +1,7 @@
 """Dynamics: every point is the run with so many demonstrations, the last one the plain run itself."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -85,6 +87,18 @@ def test_a_prefix_grows_by_what_is_new_alone():
     assert grown.length == whole.length
     for mine, expected in zip(grown.keys + grown.values, whole.keys + whole.values, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_longest_query_need_not_be_among_the_curves(model):
+    prompts = fi.build_prompts(model, "demo_sentiment", k=2, limit=10, **SAME)
+    by_length = tuple(sorted(prompts.queries, key=lambda query: query.longest))
+    assert by_length[2].longest < by_length[-1].longest
+    prompts = replace(prompts, queries=by_length)
+    zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
+    curve = Curve(prompts, zsl, icl, 3)
+    with fi.fine_tuned(model, prompts, lr=0.3, after_demonstration=curve.after_demonstration) as tuned:
+        ft = fi.observe(tuned, prompts)
+    assert set(curve.finish(ft)["demonstrations"]) == {1, 2}
 
 
 def test_a_curve_needs_an_example(model):

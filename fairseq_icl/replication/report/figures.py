@@ -8,6 +8,7 @@ import pandas as pd
 from fairseq_icl.replication.report.charts import Chart, Panel, Series, curves, line_series
 from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
 from fairseq_icl.replication.report.dynamics import dynamics
+from fairseq_icl.replication.report.order import accuracy_by_order
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_runs
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.step_figures import step_figures
@@ -303,6 +304,7 @@ FIGURES = (
     accuracy_by_depth,
     short_circuits,
     dynamics,
+    accuracy_by_order,
     step_figures,
     partition,
     gradient_norms,
