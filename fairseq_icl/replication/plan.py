@@ -234,9 +234,10 @@ def _check_training(settings: Settings, method: str) -> None:
 
 
 def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> float:
-    rate = facts.learning_rate if config["lr"] is None else config["lr"]
-    if isinstance(rate, Mapping):
-        rate = rate.get(method)
+    """What the user says, else what the paper says of this method, else the method's own, else the paper's for all."""
+    said, own = facts.learning_rate, get_method(method).lr
+    by_method = said.get(method, own) if isinstance(said, Mapping) else said if own is None else own
+    rate = by_method if config["lr"] is None else config["lr"]
     if rate is None:
         raise UserError(f"no learning rate for method {method} in {config['paper']}; give lr=RATE")
     return float(SETTINGS["lr"].check(rate)) * config["lr_scale"]

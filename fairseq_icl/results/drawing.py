@@ -11,8 +11,10 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
@@ -87,6 +89,21 @@ def draw_lines(ax: Axes, lines: dict[str, pd.DataFrame], x: str) -> None:
         line = line.sort_values(x)
         spread = line["sd"].astype(float).fillna(0.0)
         ax.errorbar(line[x].astype(float), line["mean"], yerr=spread, label=label, **style)
+
+
+def log_scale(ax: Axes, *, y: bool = False) -> None:
+    """Make x (or y) logarithmic, with plain numbers at its ticks: matplotlib's own are formulas, shown raw by STYLE."""
+    (ax.set_yscale if y else ax.set_xscale)("log")
+    axis = ax.yaxis if y else ax.xaxis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    plain_ticks(axis)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Plain numbers at the ticks of an axis, whatever its scale."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def legend_below(figure: Figure, axes: list[Axes]) -> None:

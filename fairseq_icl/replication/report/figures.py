@@ -9,7 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from fairseq_icl.replication.report.run import Run
-from fairseq_icl.results.drawing import NAMES, SIMILARITIES, STYLE, Drawing, draw_lines, legend_below, panels
+from fairseq_icl.results.drawing import (
+    NAMES,
+    SIMILARITIES,
+    STYLE,
+    Drawing,
+    draw_lines,
+    legend_below,
+    log_scale,
+    panels,
+    plain_ticks,
+)
 
 PERCENT = 100.0
 UNTRAINED = ("accuracy_icl", "accuracy_zsl")
@@ -135,8 +145,13 @@ def accuracy_by_k(run: Run, model: str) -> Iterator[Drawing]:
         [("accuracy_icl", "ICL"), ("accuracy_zsl", "ZSL")],
         ("accuracy_by_k", "Accuracy against the number of demonstrations"),
         ("number of demonstrations k", "accuracy (percent)", PERCENT),
-        lambda ax: ax.set_xscale("symlog", base=2, linthresh=1),
+        _doubling,
     )
+
+
+def _doubling(ax: Axes) -> None:
+    ax.set_xscale("symlog", base=2, linthresh=1)
+    plain_ticks(ax.xaxis)
 
 
 def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
@@ -151,7 +166,7 @@ def learning_rates(run: Run, model: str) -> Iterator[Drawing]:
             [(metric, name)],
             (f"learning_rate_{metric}", f"{name} against the learning rate"),
             ("learning rate", f"{name} ({unit})", scale),
-            lambda ax: ax.set_xscale("log"),
+            log_scale,
         )
 
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from fairseq_icl.replication.report.figures import curves
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.steps import COSINES, SIZE, equal_steps, with_length_ratios
-from fairseq_icl.results.drawing import STYLE, Drawing, draw_lines, legend_below, panels
+from fairseq_icl.results.drawing import STYLE, Drawing, draw_lines, legend_below, log_scale, panels
 
 
 def step_figures(run: Run) -> Iterator[Drawing]:
@@ -26,7 +26,7 @@ def step_figures(run: Run) -> Iterator[Drawing]:
                     [(metric, name)],
                     (f"steps_{metric}", f"{name} at steps of equal relative size"),
                     ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0),
-                    lambda ax: ax.set_xscale("log"),
+                    log_scale,
                 )
                 yield from _by_length(points, model, metric, name)
 
@@ -49,7 +49,7 @@ def _recorded(run: Run, model: str) -> Iterator[Drawing]:
     for ax, dataset in zip(axes, datasets, strict=True):
         lines = sizes[sizes["dataset"] == dataset].groupby(["init", "method"], sort=False)
         draw_lines(ax, {f"{method}, {init}": line for (init, method), line in lines}, "layer")
-        ax.set_yscale("log")
+        log_scale(ax, y=True)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("layer")
         ax.set_ylabel("|dW| / |W| of a step")
@@ -72,7 +72,7 @@ def _by_length(points: pd.DataFrame, model: str, metric: str, name: str) -> Iter
         lines = found[found["dataset"] == dataset].groupby(["init", "method"], sort=False)
         draw_lines(ax, {f"{method}, {init}": line for (init, method), line in lines}, "length_ratio")
         ax.axvline(1, color="black", linewidth=0.6)
-        ax.set_xscale("log")
+        log_scale(ax)
         ax.set_xlabel("length ratio, FT / ICL")
         ax.set_ylabel(f"{name} (cosine)")
     legend_below(figure, axes)
