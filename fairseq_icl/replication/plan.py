@@ -250,12 +250,21 @@ def _check_training(settings: Settings, method: str) -> None:
 
 def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> dict[str, float]:
     """The rate of every method whose fine-tuned model the cell needs: its own, or the two that it compares."""
-    said = facts.learning_rate if config["lr"] is None else config["lr"]
     rates = {}
     for name in get_method(method).trained:
-        rate = said.get(name) if isinstance(said, Mapping) else said
+        rate = _learning_rate(config, facts, name)
         if rate is None:
             source = "model.learning_rates" if config["model"]["learning_rates"] else config["paper"]
             raise UserError(f"no learning rate for method {name} in {source}; give lr=RATE")
         rates[name] = float(SETTINGS["lr"].check(rate)) * config["lr_scale"]
     return rates
+
+
+def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> Any:
+    """What the user says, else what model or paper say of this method, else the method's own, else the paper's."""
+    said, own = facts.learning_rate, get_method(method).lr
+    if config["lr"] is not None:
+        return config["lr"]
+    if isinstance(said, Mapping):
+        return said.get(method, own)
+    return said if own is None else own

@@ -11,8 +11,10 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
@@ -72,6 +74,20 @@ def styles() -> Iterator[dict[str, Any]]:
     """Line styles, no two alike in marker."""
     for marker, line, colour in zip(cycle(MARKERS), cycle(LINES), cycle(COLOURS), strict=False):
         yield {"marker": marker, "linestyle": line, "color": colour, "markersize": 4, "capsize": 2, "linewidth": 1.2}
+
+
+def log_scale(ax: Axes) -> None:
+    """Make x logarithmic, with plain numbers at its ticks: matplotlib's own are formulas, which STYLE shows raw."""
+    ax.set_xscale("log")
+    low, high = ax.xaxis.get_view_interval()
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    plain_ticks(ax.xaxis)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Plain numbers at the ticks of an axis, whatever its scale."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def legend_below(figure: Figure, axes: list[Axes]) -> None:

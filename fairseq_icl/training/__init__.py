@@ -58,10 +58,11 @@ def fine_tuned(
     """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
 
     **Arguments**
-    - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", or one that another package brings.
-    - `settings`: of training: `lr` (needed), `clip_norm`, `layer_clip`, `layer_clip_value`, `layer_step`,
-      `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`, `layer_causal_point`,
-      `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
+    - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl", or one that another
+      package brings.
+    - `settings`: of training: `lr` (needed, unless the method has its own), `clip_norm`, `layer_clip`,
+      `layer_clip_value`, `layer_step`, `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`,
+      `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
     - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
       time of a vanilla step).
@@ -78,13 +79,15 @@ def fine_tuned(
                 f"{name}: not a setting of training (those of prompts go into build_prompts); {nearest(name, known)}"
             )
     chosen = dataclasses.replace(prompts.settings, **settings)
+    how = get_method(method)
+    if chosen.lr is None:
+        chosen = dataclasses.replace(chosen, lr=how.lr)
     if chosen.lr is None:
         raise UserError("lr: no learning rate was given; give lr=RATE (the papers': fairseq-icl datasets NAME)")
     if not prompts.finetuning:
         raise UserError("num_demonstrations=0: there is nothing to fine-tune on; give at least 1, or method=none")
     if model.weights is not None or isinstance(model.lm, LinearizedLM):
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
-    how = get_method(method)
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
     if chosen.layer_clip != "none" and chosen.layer_clip_value in method_names() and limits is None:

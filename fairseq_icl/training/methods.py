@@ -52,6 +52,8 @@ class Method:
     help: str
     flags: tuple[str, ...] = ()
     """Flags of `fairseq-train`; empty for a method that trains nothing."""
+    lr: float | None = None
+    """Its own learning rate, where those of experiments do not fit (a loss of another kind); one that is given wins."""
     compares: tuple[str, str] | None = None
     """Two methods whose fine-tuned models are compared with each other instead of with ICL."""
 
@@ -114,6 +116,12 @@ for _method in (
         "vanilla fine-tuning of the model cut after one layer (layers=3; by default the last, which is gd)",
         ("--criterion", "short_circuit_ce"),
     ),
+    Method(
+        "match_icl",
+        "a ceiling: keys and values trained to reproduce ICL's attention outputs on the demonstrations themselves",
+        ("--criterion", "match_icl", "--optimizer", "adam", "--max-epoch", "20"),
+        lr=0.001,
+    ),
     Method("alpha", "SimAM_delta between vanilla and layer-causal fine-tuning", compares=("gd", "lcgd")),
     Method("none", "no fine-tuning: ZSL and ICL only"),
 ):
@@ -168,6 +176,8 @@ def _saved_option(config: Mapping[str, Any], name: str) -> Any:
 def training_options(method: Method, settings: Settings, files: ModelFiles, data: str, dataset: str) -> dict[str, Any]:
     """The options of `fairseq-train`, by name, that fine-tune with `method` as the settings say."""
     options = PROTOCOL | {"data": data, "dataset": dataset, **files.options()} | method.options
+    if options["optimizer"] != PROTOCOL["optimizer"] and "momentum" not in method.options:
+        del options["momentum"]  # a flag of SGD's own
     components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])
     given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.is_flag_of(*components)}
     # A flag of False is one that is not given: not every criterion knows all of them.

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fairseq_icl.replication.report.charts import Chart, Panel, Series
-from fairseq_icl.results.drawing import STYLE, Drawing, legend_below, panels, styles
+from fairseq_icl.results.drawing import STYLE, Drawing, legend_below, log_scale, panels, plain_ticks, styles
 
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "**")
 MOST_TICKS = 7
@@ -56,8 +56,9 @@ def _lines(ax: Axes, chart: Chart, panel: Panel, figure: Figure) -> None:
         ax.set_xticks(range(len(chart.ticks)), chart.ticks)
     elif chart.scale == "symlog":
         ax.set_xscale("symlog", base=2, linthresh=1)
+        plain_ticks(ax.xaxis)
     elif chart.scale == "log":
-        ax.set_xscale("log")
+        log_scale(ax)
     elif all(float(x).is_integer() for series in panel.series if not series.reference for x in series.x):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
