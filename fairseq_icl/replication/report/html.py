@@ -51,8 +51,8 @@ READING = (
 EXAMPLES = (
     '<p class="note">The validation examples on which ICL and fine-tuning disagree most (by half the sum of the '
     "differences of their probabilities), at the first seed. ICL: attention of the observed token to the "
-    "demonstrations' tokens, heads added, as a share. FT: the share that fine-tuning, written as attention to its training tokens (the dual form), "
-    "would give them.</p>"
+    "demonstrations' tokens, heads added, as a share. FT: the share that fine-tuning, written as attention to its "
+    "training tokens (the dual form), would give them.</p>"
     '<div id="example-choices" class="choices"></div><div id="example"></div>'
 )
 
