@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,10 @@ class Verdict:
     average: Effect | None = None
     places: tuple[tuple[Effect, str], ...] = ()
     """Every place with its own outcome."""
+
+
+draws_of = lru_cache(maxsize=64)(resampling_counts.__wrapped__)
+"""Draws of all datasets are kept: every claim asks for them again."""
 
 
 def student(freedom: float) -> float:
@@ -192,17 +196,16 @@ def _effects(samples: Sequence[Sample], place: str, layers: Sequence[int] | None
     """The effect on a dataset: over all layers, or in each of some layers."""
     seeds = len(samples[0].seeds)
     with_examples = all(len(sample.examples) for sample in samples)
-    examples = sorted(set().union(*(sample.examples.tolist() for sample in samples))) if with_examples else []
+    examples = np.unique(np.concatenate([s.examples for s in samples])) if with_examples else np.array([], dtype=int)
     generator = zlib.crc32(place.encode())  # datasets are drawn apart, and a report gives the same numbers again
-    counts = resampling_counts(len(examples), generator) if examples else np.ones((RESAMPLES, 1))
-    numbers = np.array(examples, dtype=np.int64)
-    terms = [_by_seed(sample, numbers, counts, layers) for sample in samples]
+    counts = draws_of(len(examples), generator) if len(examples) else np.ones((RESAMPLES, 1))
+    terms = [_by_seed(sample, examples, counts, layers) for sample in samples]
     point, drawn = (_combined([term[part] for term in terms]) for part in (0, 1))  # (S, P), (B, S, P)
     value = point.mean(0)
-    draws = resampling_counts(seeds, generator + 1)  # (B, S)
+    draws = draws_of(seeds, generator + 1)  # (B, S)
     widen = math.sqrt(seeds / (seeds - 1)) if seeds > 1 else 0.0
     by_seed = (draws @ point / seeds - value) * widen  # (B, P)
-    by_example = np.nan_to_num(np.nanmean(drawn, axis=1) - value) if examples else np.zeros_like(by_seed)
+    by_example = np.nan_to_num(np.nanmean(drawn, axis=1) - value) if len(examples) else np.zeros_like(by_seed)
     return [
         Effect(place, float(value[i]), seeds, len(examples), seeds - 1, by_seed[:, i], by_example[:, i])
         for i in range(len(value))
@@ -224,13 +227,15 @@ def _by_seed(
     if len(examples) == 0:
         point = np.nanmean(values, axis=1)
         return point, np.broadcast_to(point, (len(counts), *point.shape))
-    weights = counts[:, np.searchsorted(examples, sample.examples)]  # (B, N of this term)
+    everything = len(examples) == len(sample.examples)
+    weights = counts if everything else counts[:, np.searchsorted(examples, sample.examples)]  # (B, N of this term)
     flat = values.transpose(1, 0, 2).reshape(len(sample.examples), -1)  # (N, S * P)
     known = np.isfinite(flat)
     filled = np.where(known, flat, 0.0)
     point = filled.sum(0) / known.sum(0)
-    number = weights @ known
-    drawn = np.divide(weights @ filled, number, out=np.full(number.shape, np.nan), where=number > 0)
+    number = np.full((len(weights), 1), weights[0].sum()) if known.all() and everything else weights @ known
+    total = weights @ filled
+    drawn = np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
     return point.reshape(seeds, width), drawn.reshape(-1, seeds, width)
 
 

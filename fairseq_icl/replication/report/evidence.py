@@ -47,21 +47,23 @@ class RunEvidence:
         cells = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "") & run.planned["finished"]]
         self.cells = cells.drop_duplicates(["init", "dataset", "method", "seed", "permutation"])
         self.datasets: Sequence[str] = list(self.cells["dataset"].drop_duplicates())
+        self.groups: dict[tuple[str, str, str], dict[Seed, str]] = {}
+        for cell in self.cells.itertuples():
+            group = self.groups.setdefault((cell.dataset, cell.method, cell.init), {})
+            group[int(cell.seed), int(cell.permutation)] = cell.key
         self.run, self.model, self.metrics = run, model, sorted(metrics)
         self._values: dict[str, dict[str, pd.DataFrame]] = {}
         self._means = dict(list(run.values[run.values["metric"].isin(self.metrics)].groupby("key")))
 
     def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
         """As `Evidence` says."""
-        chosen = self.cells[(self.cells["dataset"] == dataset) & (self.cells["method"] == term.get("method", "gd"))]
-        inits = [init for init in inits_of(term.get("init", "pretrained")) if init in set(chosen["init"])]
-        chosen = chosen[chosen["init"] == inits[0]] if inits else chosen.iloc[:0]
-        found = {}
-        for cell in chosen.itertuples():
-            values = self._read(cell.key).get(term["metric"])
-            if values is not None:
-                found[int(cell.seed), int(cell.permutation)] = values
-        return _joined(found)
+        for init in inits_of(term.get("init", "pretrained")):
+            place = (dataset, term.get("method", "gd"), init)
+            if place in self.groups:
+                keys = self.groups[place]
+                seeds = {seed: self._read(key).get(term["metric"]) for seed, key in keys.items()}
+                return _joined({seed: values for seed, values in seeds.items() if values is not None})
+        return None
 
     def _path(self, key: str) -> Path:
         return self.run.cell_folder(self.model, key) / "results.parquet"
@@ -112,10 +114,14 @@ def _mean_row(rows: pd.DataFrame) -> pd.DataFrame:
 def _joined(found: dict[Seed, pd.DataFrame]) -> Sample | None:
     if not found:
         return None
-    examples = sorted(set().union(*(values.index for values in found.values())))
-    values = np.stack([values.reindex(examples).to_numpy(np.float64) for values in found.values()])
-    known = examples != [NO_EXAMPLE]
-    return Sample(tuple(found), np.array(examples if known else []), values)
+    first, *others = found.values()
+    examples = first.index.to_numpy(np.int64)
+    if all(np.array_equal(examples, values.index) for values in others):
+        values = np.stack([values.to_numpy(np.float64) for values in found.values()])
+    else:  # of a quotient, every seed has its own examples
+        examples = np.unique(np.concatenate([values.index.to_numpy(np.int64) for values in found.values()]))
+        values = np.stack([values.reindex(examples).to_numpy(np.float64) for values in found.values()])
+    return Sample(tuple(found), examples[examples != NO_EXAMPLE], values)
 
 
 class AuthorsEvidence:

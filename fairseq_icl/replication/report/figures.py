@@ -140,7 +140,8 @@ def partition(run: Run, model: str) -> Iterator[Chart]:
     """Stacked bars: who changes predictions, split into changes that end right and that end wrong."""
     plain = run.summary[(run.summary["model"] == model) & (run.summary["variant"] == "")]
     counts = plain.pivot_table(index=["init", "method", "dataset"], columns="metric", values="mean", sort=False)
-    if "accuracy_ft" not in counts:
+    needed = [metric.format(outcome) for metric in PARTS.values() for outcome in ("correct", "incorrect")]
+    if not {"accuracy_ft", "examples", *needed} <= set(counts):
         return
     counts = counts[counts["accuracy_ft"].notna()].fillna(0.0)
     datasets = list(counts.index.get_level_values("dataset").drop_duplicates())
