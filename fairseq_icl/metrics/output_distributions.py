@@ -26,7 +26,8 @@ def overlap_cosine(icl: Observation, ft: Observation) -> Similarity:
     shared = _shared(icl, ft)  # (n, K, K)
     own = _probabilities(icl)  # (n, K)
     same = torch.where(shared, _probabilities(ft)[:, None, :], 0.0).sum(dim=2)  # (n, K) of FT, in the order of ICL
-    return cosine(torch.where(shared.any(dim=2), own, 0.0), same)
+    # Probabilities are no updates: a ratio of their lengths would say nothing.
+    return cosine(torch.where(shared.any(dim=2), own, 0.0), same)._replace(lengths=None)
 
 
 @metric("gold_probability_zsl", settings=("zsl",))

@@ -29,7 +29,7 @@ def test_the_same_distribution_overlaps_wholly_and_another_not_at_all() -> None:
     assert token_overlap(icl, icl).item() == 1
     assert overlap_cosine(icl, icl).value.item() == pytest.approx(1)
     assert token_overlap(icl, ft).item() == 0
-    assert overlap_cosine(icl, ft) == (torch.tensor([0.0]), torch.tensor([1]))
+    assert overlap_cosine(icl, ft) == (torch.tensor([0.0]), torch.tensor([1]), None)
 
 
 def test_gold_probability_is_among_the_options() -> None:
