@@ -163,7 +163,8 @@ def _add_plugin_groups(parser: argparse.ArgumentParser) -> None:
             action.help = f"which registered task to use, among them {TASK}: {', '.join(sorted(TASK_REGISTRY))}"
         if "--arch" in action.option_strings:
             action.help = (
-                "model architecture; pretrained_lm takes it, and the weights, from the checkpoint --pretrained"
+                "model architecture; pretrained_lm takes it, and the weights, from the checkpoint --pretrained; "
+                "attention_lm is transformer_lm with --attention softmax, or momentum with --momentum ETA"
             )
         if not action.help:
             name = (action.option_strings or [action.dest])[0]
