@@ -105,7 +105,10 @@ def watch_command_lines() -> None:
             _add_plugin_groups(parser)
             parser.parse_args(["--help"])
         if TASK not in words and f"--task={TASK}" not in words:
-            return original(parser, input_args, *args, **kwargs)
+            try:
+                return original(parser, input_args, *args, **kwargs)
+            except argparse.ArgumentError as error:  # two parts want one flag: attention_lm's and SGD's --momentum
+                raise UserError(f"{error}; choose another --optimizer or --arch") from error
         parser.error = _refuse  # type: ignore[method-assign]
         try:
             parsed = original(parser, input_args, *args, **kwargs)

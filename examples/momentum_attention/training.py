@@ -15,9 +15,9 @@ SHAPE = """--decoder-layers 4 --decoder-embed-dim 64 --decoder-ffn-embed-dim 128
     --activation-fn gelu --dropout 0 --attention-dropout 0"""
 UPDATES, EVERY = 3000, 250
 LEVELS = "25,29,33,37,41,45"
-"""Epochs of 50 updates at which episodes widen, to the last level: before it, some label words of the demo datasets have
-never been seen. The demo model widens when it reads well enough; here all models must see the same data, so it is when
-ordinary models of this size have begun to read (after about 1,100 updates)."""
+"""Epochs of 50 updates at which episodes widen, to the last level: before it some label words of the demo datasets
+have never been seen. The demo model widens when it reads well enough; here all models must see the same data, so it is
+when ordinary models of this size have begun to read (after about 1,100 updates)."""
 LAST_LEVEL = len(LEVELS.split(","))
 TOKENS = 2048
 """Per update, as the demo model."""

@@ -59,7 +59,7 @@ def draw_by_layer(series: Mapping[str, Sequence[float]], path: Path | BinaryIO) 
         axes.set_xlabel("layer", fontsize=9)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.tick_params(labelsize=8)
-        if max(values) > 100 * max(min(values), 1e-9) or min(values) > 100:
+        if max(values) > 100 * min(values) > 0:
             axes.set_yscale("log")
     for axes in list(panels):
         axes.set_axis_off()

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import options
 from fairseq.data import Dictionary
 from torch import Tensor
 
 import fairseq_icl as fi
+from fairseq_icl import tasks  # noqa: F401 - changes fairseq's command line
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.attention import Rule, set_rule
 from fairseq_icl.models.attention_lm import AttentionLM, AttentionLMConfig, trained_rule
@@ -140,6 +142,12 @@ def test_choices_that_make_no_sense_are_one_line(kind: str, eta: object, part: s
 
 def test_sgds_momentum_in_an_old_checkpoint_is_none_of_attention():
     assert trained_rule(vars(Namespace(momentum=0.9, arch="transformer_lm"))).is_ordinary
+
+
+def test_sgd_whose_flag_has_the_same_name_is_refused_in_one_line():
+    words = ["data", "--task", "language_modeling", "--arch", "attention_lm", "--optimizer", "sgd", "--lr", "0.1"]
+    with pytest.raises(UserError, match=r"--momentum.*choose another --optimizer"):
+        options.parse_args_and_arch(options.get_training_parser(), words)
 
 
 def test_padding_on_the_left_and_generation_are_refused():
