@@ -162,6 +162,7 @@ class Settings:
         "balanced (the first of each class, as many of one as of another), or a file of row numbers, one in a line, "
         "from 0, of which the first k are taken in the file's order",
         (CONTEXT, FINETUNING),
+        pattern=r".*[^\d\s.+-].*",  # a bare number is a slip: the k, or a row
     )
     limit: int | None = setting(
         None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1
