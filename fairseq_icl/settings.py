@@ -175,6 +175,7 @@ class Settings:
         "balanced (the first of each class, as many of one as of another), or a file of row numbers, one in a line, "
         "from 0, of which the first k are taken in the file's order",
         PROMPTS,
+        pattern=r".*[^\d\s.+-].*",  # a bare number is a slip: the k, or a row
         only_if={QUERIES: _asks_about_train_rows},
     )
     limit: int | None = setting(

@@ -150,6 +150,7 @@ def run_planned(config: dict[str, Any]) -> None:
 @settings(max_examples=600)
 @example(sign="~", key="lr", value=None)
 @example(sign="", key="tables", value=[["a"]])
+@example(sign="", key="demonstrations", value=3.0)
 @example(sign="", key="vary", value={"3": [1]})
 @example(sign="", key="variants", value={"3": {"lr": 1}})
 def test_hydra_values(composed: DictConfig, sign: str, key: str, value: Any):
