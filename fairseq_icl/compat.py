@@ -105,7 +105,10 @@ def watch_command_lines() -> None:
             _add_plugin_groups(parser)
             parser.parse_args(["--help"])
         if TASK not in words and f"--task={TASK}" not in words:
-            return original(parser, input_args, *args, **kwargs)
+            try:
+                return original(parser, input_args, *args, **kwargs)
+            except argparse.ArgumentError as error:  # two parts want one flag: attention_lm's and SGD's --momentum
+                raise UserError(f"{error}; choose another --optimizer or --arch") from error
         parser.error = _refuse  # type: ignore[method-assign]
         try:
             parsed = original(parser, input_args, *args, **kwargs)
@@ -163,7 +166,8 @@ def _add_plugin_groups(parser: argparse.ArgumentParser) -> None:
             action.help = f"which registered task to use, among them {TASK}: {', '.join(sorted(TASK_REGISTRY))}"
         if "--arch" in action.option_strings:
             action.help = (
-                "model architecture; pretrained_lm takes it, and the weights, from the checkpoint --pretrained"
+                "model architecture; pretrained_lm takes it, and the weights, from the checkpoint --pretrained; "
+                "attention_lm is transformer_lm with --attention softmax, or momentum with --momentum ETA"
             )
         if not action.help:
             name = (action.option_strings or [action.dest])[0]

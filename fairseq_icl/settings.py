@@ -218,6 +218,12 @@ class Settings:
         low=0,
         high=2**32 - 1,
     )
+    attention: str = setting(
+        "softmax",
+        "the model's own attention, or linear: softmax and scale omitted, as in the papers' relaxation",
+        (WEIGHTS,),
+        choices=("softmax", "linear"),
+    )
     lr: float | None = setting(None, "learning rate", (TRAINING,), low=0, flag_of=FLAG_OF_FAIRSEQ)
     clip_norm: float = setting(
         0.0,

@@ -39,8 +39,13 @@ OPTIMIZATION = """--optimizer adam --adam-betas (0.9,0.98) --weight-decay 0.01 -
 NUMBER = r"([\d.]+)"
 
 
-def pretraining_command(*, seed: int, max_update: int, every: int) -> list[str]:
-    """The `fairseq-train` command, for the tokenizer's folder; run again after a stop, it goes on from there."""
+def pretraining_command(
+    *, seed: int, max_update: int, every: int, model: str = MODEL, data: str = ".", more: str = ""
+) -> list[str]:
+    """The `fairseq-train` command, for the tokenizer's folder `data`; run again after a stop, it goes on from there.
+
+    `model` and `more` are flags of fairseq, for a model of another shape and whatever else differs.
+    """
     fairseq_train = shutil.which("fairseq-train", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     saving = f"""--save-dir checkpoints --no-epoch-checkpoints --keep-interval-updates 1
         --save-interval 100000 --save-interval-updates {every} --validate-interval 100000
@@ -48,8 +53,8 @@ def pretraining_command(*, seed: int, max_update: int, every: int) -> list[str]:
     run = f"""--task demo_pretraining --batch-size 1 --criterion demo_label_cross_entropy
         --seed {seed} --max-update {max_update} --num-workers 0 --cpu
         --log-format simple --log-interval {min(50, max_update // 4)}"""
-    words = f"{run} {MODEL} {OPTIMIZATION} {saving}".split()
-    return [str(fairseq_train), ".", "--user-dir", str(PLUGIN), *words]
+    words = f"{run} {model} {OPTIMIZATION} {saving} {more}".split()
+    return [str(fairseq_train), data, "--user-dir", str(PLUGIN), *words]
 
 
 def read_log(log: str) -> tuple[list[tuple[int, float, int]], dict[str, list[tuple[int, float]]]]:

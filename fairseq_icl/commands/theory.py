@@ -18,7 +18,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fairseq-icl theory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo", help="a fairseq checkpoint, or demo (default): the shipped model")
+    parser.add_argument(
+        "--model", default="demo", help="a fairseq checkpoint or Hugging Face folder; demo (default): the shipped one"
+    )
     parser.add_argument("--dataset", default="demo_sentiment", help="whose demonstrations and queries the model sees")
     parser.add_argument("--data", type=Path, help="folder with the dataset's files (default: the shipped one)")
     parser.add_argument("--demonstrations", type=int, default=32, metavar="K", help="in the prompt (default: 32)")
@@ -34,11 +36,17 @@ def main(argv: list[str]) -> int:
     records = run_statements(arguments.seed, training=not arguments.no_training) + _on_model(arguments)
     drawing = io.BytesIO()
     draw_layer_causal(drawing)
-    write_atomically(arguments.to / "theory.html", render_html(records, drawing.getvalue()))
-    write_atomically(arguments.to / "theory.md", render_markdown(records))
-    print(render_markdown(records))
-    failed = [record.statement for record in records if not record.holds]
-    print(f"{len(records) - len(failed)} of {len(records)} statements hold; pages: {arguments.to / 'theory.html'}")
+    subject = (
+        f"Model of the last rows: {arguments.model}, dataset {arguments.dataset}, {arguments.demonstrations} "
+        f"demonstrations, {arguments.queries} queries, seed {arguments.seed}."
+    )
+    text = render_markdown(records, subject)
+    write_atomically(arguments.to / "theory.html", render_html(records, drawing.getvalue(), subject))
+    write_atomically(arguments.to / "theory.md", text)
+    print(text)
+    claims = [record for record in records if record.is_claim]
+    failed = [record.statement for record in claims if not record.holds]
+    print(f"{len(claims) - len(failed)} of {len(claims)} statements hold; pages: {arguments.to / 'theory.html'}")
     return 1 if failed else 0
 
 

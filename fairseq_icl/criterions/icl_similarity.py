@@ -120,7 +120,8 @@ class ICLSimilarity(FairseqCriterion):
     def _make_observers(self, model: PretrainedLM) -> dict[str, Observer]:
         """One for each setting, by name; `other_ft` for a second fine-tuned model."""
         prompts = dataclasses.replace(self.task.prompts, settings=self.settings)
-        base = Model(model, self.task.files, self.settings.init, self.settings.seed, weights=model.base_state or None)
+        facts = (self.settings.init, self.settings.seed, self.settings.attention)
+        base = Model(model, self.task.files, *facts, weights=model.base_state or None)
         # The context's scores are needed for attention to training tokens, and by those who want everything.
         wants_context = self.tokens is not None or self.cfg.save_activations is not None
         observers = {

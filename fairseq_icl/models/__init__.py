@@ -30,6 +30,8 @@ class Model:
     init: str = "pretrained"
     seed: int = 1
     """Of the random weights, where `init` has any."""
+    attention: str = "softmax"
+    """Its own attention, or "linear": softmax and scale omitted."""
     weights: Mapping[str, Tensor] | None = None
     """Values that stand in for the parameters of these names; None: the module's own."""
     method: str = "none"
@@ -64,6 +66,7 @@ def load_model(
     init: str = "pretrained",
     seed: int = 1,
     final_norm: str = "lost",
+    attention: str = "softmax",
     name: str | None = None,
     bpe: str | None = "auto",
     tokenizer: str | Path | None = None,
@@ -76,6 +79,7 @@ def load_model(
       safetensors), or "demo" for the shipped one.
     - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
       weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
+    - `attention`: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
     - `name`: what tables call the model; by default the name of its folder.
     - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
       text at white space. A Hugging Face folder brings its own.
@@ -83,11 +87,11 @@ def load_model(
     - `device`: e.g. "cuda"; by default a GPU if there is one.
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
-    return load_from(files, Settings(init=init, seed=seed, final_norm=final_norm), device)
+    return load_from(files, Settings(init=init, seed=seed, final_norm=final_norm, attention=attention), device)
 
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
-    """The model in `files`, initialised as the settings `init`, `seed`, `final_norm` and `perturbation` say."""
+    """The model in `files`, as the settings `init`, `seed`, `final_norm`, `perturbation` and `attention` say."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     lm = PretrainedLM.load(files.source, files.load_dictionary(), settings)
-    return Model(lm.to(device).eval(), files, settings.init, settings.seed)
+    return Model(lm.to(device).eval(), files, settings.init, settings.seed, settings.attention)

@@ -1,7 +1,7 @@
 """The model `pretrained_lm`: a decoder whose architecture and weights both come from files."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -11,12 +11,14 @@ from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqDecoder, FairseqLanguageModel, register_model
 from fairseq.models.transformer import TransformerDecoder
-from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor, nn
 
 from fairseq_icl.compat import without_initialisation
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.attention import Rule, rule_of, set_rule
+from fairseq_icl.models.attention_lm import trained_rule
+from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint, saved_model_options
 from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face import weights as folder_weights
 from fairseq_icl.models.perturbation import perturb
@@ -74,11 +76,13 @@ class PretrainedLM(FairseqLanguageModel):
 
     @classmethod
     def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
-        """The model in `source`, as the settings `init`, `seed`, `final_norm` and `perturbation` say."""
+        """The model in `source`, as the settings `init`, `seed`, `final_norm`, `perturbation` and `attention` say."""
         decoder = load_decoder(
             source, dictionary, init=settings.init, final_norm=settings.final_norm, seed=settings.seed
         )
         perturb(decoder, settings.perturbation)
+        if settings.attention == "linear":
+            set_rule(decoder, replace(rule_of(decoder.layers[0].self_attn), linear=True))
         return cls(decoder)
 
     @property
@@ -171,21 +175,28 @@ def load_decoder(
     config = language_model_config(state, path)
     weights = {name.removeprefix("decoder."): tensor for name, tensor in state["model"].items()}
     check_vocabulary(weights, dictionary, path)
-    vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    rule = trained_rule(saved_model_options(state, path), path)
     if init == "pretrained":
         with without_initialisation():
-            decoder = TransformerLanguageModel.build_model(config, vocabulary).decoder
+            decoder = _build(config, dictionary, rule)
         _load_all(decoder, weights, path)
         return decoder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder = TransformerLanguageModel.build_model(config, vocabulary).decoder
+        decoder = _build(config, dictionary, rule)
     if init != "untrained":
         _load_some(decoder, weights, LAYER_NORMS + (EMBEDDINGS if init == "trained-embeddings" else ()), path)
         if final_norm == "lost":
             decoder.layer_norm = None
         else:
             _load_some(decoder, weights, (FINAL_NORM,), path)
+    return decoder
+
+
+def _build(config: TransformerLanguageModelConfig, dictionary: Dictionary, rule: Rule) -> TransformerDecoder:
+    vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    decoder: TransformerDecoder = TransformerLanguageModel.build_model(config, vocabulary).decoder
+    set_rule(decoder, rule)
     return decoder
 
 

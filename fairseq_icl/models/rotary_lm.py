@@ -20,6 +20,7 @@ from fairseq.models import FairseqDecoder
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.attention import ORDINARY
 
 INIT_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -143,6 +144,7 @@ class RotaryAttention(nn.Module):
         self.num_heads, self.head_dim = config.attention_heads, config.head_dim
         self.num_key_value_heads = config.key_value_heads
         self.scaling = self.head_dim**-0.5
+        self.rule = ORDINARY
         self.table = table
         width, shared_width = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.embed_dim, width, bias=config.qkv_bias)
@@ -178,7 +180,7 @@ class RotaryAttention(nn.Module):
         `key` and `value` are there for fairseq's way of calling and must be the same tensor.
         """
         queries, keys, values = self.queries_keys_values(query, 0)
-        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=1.0)  # (B, H, T, D)
+        attended = self.rule.attend(queries, keys, values)  # (B, H, T, D)
         return self.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor
 
+from fairseq_icl.models.attention import decayed_sum, rule_of
 from fairseq_icl.observing.probe import Attention, attention_modules, is_plain, queries_keys_values
 
 PIECE = 256
@@ -30,6 +31,8 @@ class Prefix:
     length: int
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    momenta: tuple[Tensor | None, ...]
+    """Per layer (H, 1, D): the momentum that the first token behind the context gets; None without momentum."""
 
     def tokens_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as they are in the model: (H, P, D) each."""
@@ -57,7 +60,7 @@ def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
     empty = []
     for module in attention_modules(decoder):
         empty.append(with_slot(module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim)))
-    return extend_prefix(decoder, Prefix(0, tuple(empty), tuple(empty)), context)
+    return extend_prefix(decoder, Prefix(0, tuple(empty), tuple(empty), (None,) * len(empty)), context)
 
 
 def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
@@ -65,11 +68,13 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
 
     In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     """
-    keys, values = list(prefix.keys), list(prefix.values)
+    keys, values, momenta = list(prefix.keys), list(prefix.values), list(prefix.momenta)
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         start = keys[layer].size(1) - 1
-        output, key, value = joint_attention(module, x, start, keys[layer], values[layer])
+        output, key, value = joint_attention(module, x, start, keys[layer], values[layer], momenta[layer])
+        if rule_of(module).momentum:
+            momenta[layer] = decayed_sum(value[0], rule_of(module).momentum, momenta[layer])[1]
         keys[layer] = torch.cat([keys[layer][:, :-1], with_slot(key[0])], dim=1)
         values[layer] = torch.cat([values[layer][:, :-1], with_slot(value[0])], dim=1)
         return output
@@ -78,14 +83,15 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     for start in range(0, len(more), PIECE):
         with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length + start):
             decoder.extract_features(tokens[:, start : start + PIECE], None)
-    return Prefix(prefix.length + len(more), tuple(keys), tuple(values))
+    return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
 
 
 def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> tuple[Tensor, list[Tensor]]:
     """Decoder features (B, T, d) of sequences (B, T) that each follow the prefix, and its inner states, (T, B, d)."""
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
-        return joint_attention(module, x, prefix.length, prefix.keys[layer], prefix.values[layer])[0]
+        seen = prefix.keys[layer], prefix.values[layer], prefix.momenta[layer]
+        return joint_attention(module, x, prefix.length, *seen)[0]
 
     with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length):
         features, extra = decoder.extract_features(tokens, None)
@@ -104,19 +110,40 @@ def with_slot(tokens: Tensor) -> Tensor:
 
 
 def joint_attention(
-    module: Attention, x: Tensor, start: int, prefix_keys: Tensor, prefix_values: Tensor
+    module: Attention,
+    x: Tensor,
+    start: int,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    momentum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of x (T, B, d) to (prefix, own past) with its output projection; also own keys and values (B, H, T, D).
 
-    `start` is the length of the prefix.
+    `start` is the length of the prefix, `momentum` (H, 1, D) the decayed sum of its values, if the model has one.
+    """
+    query, key, value = queries_keys_values(module, x, start)  # (B, H, T, D) each
+    rule = rule_of(module)
+    if rule.linear:  # nothing normalises over both parts: they add
+        keys, values = prefix_keys[:, :-1, :-WIDENED], prefix_values[:, :-1, :-WIDENED]  # (H, P, D)
+        attended = (query @ keys.transpose(1, 2)) @ values + (query @ key.transpose(2, 3)).tril() @ value
+    else:
+        attended = joint_softmax(query, key, value, prefix_keys, prefix_values)
+    if rule.momentum:
+        state = None if momentum is None else momentum.expand(x.size(1), -1, -1, -1)
+        attended = attended + decayed_sum(value, rule.momentum, state)[0]
+    return module.out_proj(attended.transpose(1, 2).flatten(2)).transpose(0, 1), key, value
+
+
+def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor, prefix_values: Tensor) -> Tensor:
+    """Softmax attention of tokens (B, H, T, D) to a prefix (H, P + 1, D + 8) and to their own past: (B, H, T, D).
 
     The own part is computed first: o = softmax(s) v and c = logsumexp(s) of its scores s. With c in the slot of the
     prefix, one fused pass over prefix and slot normalises over both parts: it gives the prefix's share of the output,
     and in the slot the weight that o has to get. The prefix meets the rows of all queries at once, never a copy of it
     for each, and no map of scores (B * T, P) is formed.
     """
-    query, key, value = queries_keys_values(module, x, start)  # (B, H, T, D) each
-    future = torch.full((x.size(0), x.size(0)), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
+    length = query.size(2)
+    future = torch.full((length, length), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
     scores = query @ key.transpose(2, 3) + future  # (B, H, T, T)
     total = scores.logsumexp(dim=3, keepdim=True)  # (B, H, T, 1)
     own = (scores - total).exp() @ value  # (B, H, T, D)
@@ -124,8 +151,7 @@ def joint_attention(
     seen = F.scaled_dot_product_attention(wide.flatten(1, 2)[None], prefix_keys[None], prefix_values[None], scale=1.0)
     seen = seen[0].unflatten(1, wide.shape[1:3]).transpose(0, 1)  # (B, H, T, D + 8)
     share, slot = seen[..., :-WIDENED], seen[..., -WIDENED, None]
-    attended = (share + slot * own).transpose(1, 2).flatten(2)  # (B, T, d)
-    return module.out_proj(attended).transpose(0, 1), key, value
+    return share + slot * own
 
 
 @contextmanager

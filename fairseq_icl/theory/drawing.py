@@ -8,7 +8,7 @@ resemble ICL must not let information flow down from above. Drawn with `python -
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,6 +44,26 @@ def draw_layer_causal(path: Path | BinaryIO) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=11)
     figure.savefig(path, dpi=130)
+
+
+def draw_by_layer(series: Mapping[str, Sequence[float]], path: Path | BinaryIO) -> None:
+    """One small panel for each series of numbers by layer, three in a row, as PNG."""
+    rows = -(-len(series) // 3)
+    figure = Figure(figsize=(12.6, 2.7 * rows), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, 3, squeeze=False).flat
+    for (title, values), axes in zip(series.items(), panels, strict=False):
+        axes.plot(range(1, len(values) + 1), values, color=INK, marker="o", markersize=3, linewidth=1.2)
+        axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+        axes.set_title(title, fontsize=10, color=INK)
+        axes.set_xlabel("layer", fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.tick_params(labelsize=8)
+        if max(values) > 100 * min(values) > 0:
+            axes.set_yscale("log")
+    for axes in list(panels):
+        axes.set_axis_off()
+    figure.savefig(path, dpi=110)
 
 
 def _draw_vanilla(axes: Axes) -> None:

@@ -11,14 +11,17 @@ paper's theorem for skip connections; Innocenti and Achour 2025, arXiv 2512.1125
 
     out = R + f_2(W a + b) + b_2:        W <- W + dW,   b_2 <- b_2 + dR
 
+An MLP with a gate, f_2(g(W_g a) * W a), has two matrices that read a; both get their own dW by the same formula.
+
 Demonstrations that come one by one give dW_1, dW_2, ...; the paper reads their differences as gradient steps of rate
 1/|a_0|^2 on the losses L_k(W) = trace(D_k^T W), D_k = W (A(C_k, x) - A(C_k+1, x)) a_0^T. What the statement is not: one
 dW that serves several tokens. `joint_update` finds that one where it exists.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +104,7 @@ class BlockUpdate:
 
     first_weight: Tensor  # (hidden, d) dW, to the first linear layer of the MLP
     last_bias: Tensor  # (d,) dR, to the bias of its second
+    gate_weight: Tensor | None = None  # (hidden, d), to the gate that reads the same input, in an MLP that has one
 
 
 @dataclass
@@ -113,19 +117,23 @@ class MlpInputs:
 
 @contextmanager
 def recorded_mlp(block: nn.Module) -> Iterator[MlpInputs]:
-    """Record the MLP of a fairseq decoder layer (`fc1`, `fc2`, `final_layer_norm`, `normalize_before`).
+    """Record the MLP of a decoder layer of fairseq's kind (`fc1`, `fc2`, `normalize_before`).
 
-    With the norm in front (GPT-2's order) the residual stream is what the norm reads; with the norm behind it is the
-    MLP's own input. Tensors come as the layer sees them, (length, batch, d) in fairseq.
+    With the norm in front (GPT-2's order) the residual stream is the layer's output without the MLP's, also where the
+    MLP runs beside attention; with the norm behind it is the MLP's own input. Tensors come as the layer sees them,
+    (length, batch, d) in fairseq.
     """
     seen = MlpInputs()
-    first, norm, norm_in_front = _part(block, "fc1"), _part(block, "final_layer_norm"), block.normalize_before
-
-    def keep(store: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, args: store.append(args[0].detach())
-
-    hooks = [first.register_forward_pre_hook(keep(seen.inputs))]
-    hooks.append((norm if norm_in_front else first).register_forward_pre_hook(keep(seen.residuals)))
+    first, last = _part(block, "fc1"), _part(block, "fc2")
+    outputs: list[Tensor] = []
+    hooks = [first.register_forward_pre_hook(lambda _, args: seen.inputs.append(args[0].detach()))]
+    if block.normalize_before:
+        hooks.append(last.register_forward_hook(lambda _, __, out: outputs.append(out.detach())))
+        hooks.append(
+            block.register_forward_hook(lambda _, __, out: seen.residuals.append(out[0].detach() - outputs.pop()))
+        )
+    else:
+        hooks.append(first.register_forward_pre_hook(lambda _, args: seen.residuals.append(args[0].detach())))
     try:
         yield seen
     finally:
@@ -134,27 +142,36 @@ def recorded_mlp(block: nn.Module) -> Iterator[MlpInputs]:
 
 
 def block_update(block: nn.Module, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
-    """The update of a fairseq decoder layer from what its MLP saw at one token, (d,) each: [without, with context]"""
-    weight = _part(block, "fc1").get_parameter("weight").detach()
-    return BlockUpdate(implicit_update(weight, inputs[0], inputs[1]), residuals[1] - residuals[0])
+    """The update of a decoder layer from what its MLP saw at one token, (d,) each: [without, with context]"""
+    first, *gate = (implicit_update(weight.detach(), inputs[0], inputs[1]) for weight in _first_weights(block))
+    return BlockUpdate(first, residuals[1] - residuals[0], *gate)
 
 
 @contextmanager
 def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
     """While open, the layer runs with the update; without its bias part if `bias` is False."""
-    weight = _part(block, "fc1").get_parameter("weight")
-    last_bias = _part(block, "fc2").get_parameter("bias")
-    old_weight, old_bias = weight.detach().clone(), last_bias.detach().clone()
+    weights, last = _first_weights(block), _part(block, "fc2")
+    changes = [update.first_weight] + ([] if update.gate_weight is None else [update.gate_weight])
+    old_weights, old_bias = [weight.detach().clone() for weight in weights], last.bias
     with torch.no_grad():
-        weight.add_(update.first_weight)
-        if bias:
-            last_bias.add_(update.last_bias)
+        for weight, change in zip(weights, changes, strict=True):
+            weight.add_(change)
+        if bias:  # a layer without bias gets one for as long
+            moved = update.last_bias if old_bias is None else cast(Tensor, old_bias) + update.last_bias
+            last.bias = nn.Parameter(moved)
     try:
         yield
     finally:
+        last.bias = old_bias
         with torch.no_grad():  # the old values, not a subtraction, which would leave rounding errors behind
-            weight.copy_(old_weight)
-            last_bias.copy_(old_bias)
+            for weight, old in zip(weights, old_weights, strict=True):
+                weight.copy_(old)
+
+
+def _first_weights(block: nn.Module) -> list[nn.Parameter]:
+    """The matrices (hidden, d) that read the MLP's input: fc1's and, in a gated MLP, the gate's."""
+    gate = getattr(block, "gate_proj", None)
+    return [part.get_parameter("weight") for part in (_part(block, "fc1"), gate) if part is not None]
 
 
 def _part(block: nn.Module, name: str) -> nn.Module:

@@ -5,42 +5,17 @@ exponentially decaying sum of the earlier values, added to it:
 
     MoAttn(q_t) = sum_{i <= t} softmax_i(q_t . k_i / sqrt(D)) v_i + m_t,      m_t = sum_{i < t} eta^(t-i) v_i
 
-The authors released no code. The sum follows m_{t+1} = eta (m_t + v_t). Here it is a scan by doubling: if s_t holds
-the decayed sum over the last 2^j values, then s_t + eta^(2^j) s_{t-2^j} holds it over the last 2^(j+1), so log2(T)
-additions of whole tensors replace T steps in Python, nothing is divided by a power of eta, and no (T x T) matrix is
-needed. eta may be one number or one per head, and may be learned.
+The authors released no code. The sum is a scan, `models.attention.decayed_sum`, which the model `attention_lm` uses as
+well; here eta may be one number or one per head, and may be learned.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_icl.errors import UserError
+from fairseq_icl.models.attention import decayed_sum
 
-
-def decayed_sum(values: Tensor, eta: float | Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """m_t = sum_{i < t} eta^(t-i) v_i, the value of t itself excluded.
-
-    Args:
-        values: (..., T, D); set those of padding to zero, they then add nothing.
-        eta: in [0, 1); a number, or a tensor that broadcasts to (..., 1, 1), such as (H, 1, 1).
-        state: (..., 1, D), what an earlier call returned as state, to go on behind its tokens; none at the beginning.
-
-    Returns:
-        The sums (..., T, D) and the state behind the last token, which is the m of the token that comes next.
-    """
-    rate = torch.as_tensor(eta, dtype=values.dtype, device=values.device)
-    if bool((rate < 0).any()) or bool((rate >= 1).any()):
-        raise UserError(f"momentum {eta}: must be at least 0 and below 1, or the sum does not decay")
-    length = values.shape[-2]
-    total = values if state is None else torch.cat([values[..., :1, :] + state, values[..., 1:, :]], dim=-2)
-    reach = 1
-    while reach < length:
-        total = total + rate**reach * F.pad(total[..., :-reach, :], (0, 0, reach, 0))
-        reach *= 2
-    shifted = rate * total  # (..., T, D) of the token after t
-    first = torch.zeros_like(values[..., :1, :]) if state is None else state
-    return torch.cat([first, shifted[..., :-1, :]], dim=-2), shifted[..., -1:, :]
+__all__ = ["decay_matrix", "decayed_sum", "momentum_attention"]
 
 
 def decay_matrix(length: int, eta: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

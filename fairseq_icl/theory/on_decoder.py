@@ -1,7 +1,7 @@
 """The statements that can be asked of a real model, per layer: where they hold, and where softmax ends them.
 
-Takes any decoder of fairseq's kind: `layers[l].self_attn` with q/k/v_proj and num_heads, `layers[l].fc1`, `fc2`,
-`final_layer_norm`, and `extract_features(tokens (B, T), None)`. A prompt is given by its token ids:
+Takes any decoder of fairseq's kind, the rotary one included: `layers[l].self_attn` that answers `queries_keys_values`,
+`layers[l].fc1`, `fc2`, `normalize_before`, and `extract_features(tokens (B, T), None)`. A prompt is its tokens:
 
     zero-shot    start + query           what the model sees without demonstrations (start: usually <s>)
     in context   context + query         the context begins with `start` and ends with the last demonstration
@@ -19,8 +19,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.attention import relaxed
+from fairseq_icl.observing.probe import queries_keys_values
 from fairseq_icl.theory.comparison import relative_error
 from fairseq_icl.theory.implicit_update import (
     applied,
@@ -30,11 +33,9 @@ from fairseq_icl.theory.implicit_update import (
     update_path,
 )
 from fairseq_icl.theory.linear_attention import (
-    AttentionProjections,
     Explained,
     Heads,
     explain,
-    heads_of,
     relaxed_attention,
     softmax_attention,
     softmax_change,
@@ -59,7 +60,8 @@ def attention_change(
     if list(context[: len(start)]) != list(start) or len(context) == len(start):
         raise UserError("the context must begin with the start tokens and go on with demonstrations")
     with torch.no_grad():
-        per_query = [_change_at_last_token(decoder, start, context, query) for query in queries]
+        shown = tqdm(queries, desc="attention", unit="query", disable=None)
+        per_query = [_change_at_last_token(decoder, start, context, query) for query in shown]
     linear, direct, total = (torch.stack([seen[part] for seen in per_query], dim=2) for part in range(3))
     share = torch.stack([seen[3] for seen in per_query]).mean(0)
     relaxed_error = max(float(seen[4].max()) for seen in per_query)
@@ -73,8 +75,8 @@ def _change_at_last_token(
     in_context, zero_shot = (_attention_inputs(decoder, [*before, *query]) for before in (context, start))
     rows = []
     for layer, (inputs, own_inputs) in enumerate(zip(in_context, zero_shot, strict=True)):
-        module = cast(AttentionProjections, _layers(decoder)[layer].self_attn)
-        both, alone = heads_of(module, inputs), heads_of(module, own_inputs)
+        module = _layers(decoder)[layer].self_attn
+        both, alone = _heads(module, inputs), _heads(module, own_inputs)
         demonstrations = Heads(*(part[:, len(start) : len(context)] for part in both))
         own = Heads(*(torch.cat([part[:, : len(start)], part[:, len(context) :]], dim=1) for part in both))
         last = both.query[:, -1:]  # (H, 1, D)
@@ -87,6 +89,59 @@ def _change_at_last_token(
         error = relative_error(last @ weights.transpose(1, 2), relaxed_attention(last, both.key, both.value))
         rows.append((linear[:, 0], seen.change[:, 0], total[:, 0], seen.share[:, 0], torch.tensor(error)))
     return tuple(torch.stack(part) for part in zip(*rows, strict=True))
+
+
+def _heads(module: Any, inputs: Tensor) -> Heads:
+    """Queries (unscaled), keys and values (H, T, D) of attention inputs (T, d), rotated where the model does so."""
+    query, key, value = queries_keys_values(module, inputs[:, None], 0)
+    return Heads(query[0] / module.scaling, key[0], value[0])
+
+
+@dataclass(frozen=True)
+class RelaxedModel:
+    """The model whose attention is linear in every layer, beside the model itself, at the last token of n queries."""
+
+    distance: float  # total variation between the two predictions of the next token, in context; mean over queries
+    moved: float  # the same between the model itself in context and without demonstrations: what ICL changes
+    agreement: float  # share of the queries whose likeliest next token is the same
+    cosine: Tensor  # (L,) of the attention outputs of the two, mean over queries
+    relative_error: Tensor  # (L,) |o_relaxed - o| / |o|, mean over queries
+
+
+@torch.no_grad()
+def relaxed_model(
+    decoder: nn.Module, start: Sequence[int], context: Sequence[int], queries: Sequence[Sequence[int]]
+) -> RelaxedModel:
+    """How far is the model without softmax and scale, which the papers reason about, from the model itself?
+
+    The decoder itself, called with tokens (B, T), must return (logits (B, T, vocabulary), ...).
+    """
+    rows = []
+    for query in tqdm(queries, desc="relaxed model", unit="query", disable=None):
+        real, outputs = _prediction(decoder, [*context, *query])
+        zero_shot, _ = _prediction(decoder, [*start, *query])
+        with relaxed(decoder):
+            linear, linear_outputs = _prediction(decoder, [*context, *query])
+        rows.append(
+            (
+                (linear - real).abs().sum() / 2,
+                (zero_shot - real).abs().sum() / 2,
+                (linear.argmax() == real.argmax()).to(real.dtype),
+                torch.cosine_similarity(linear_outputs, outputs, dim=-1),
+                (linear_outputs - outputs).norm(dim=-1) / outputs.norm(dim=-1),
+            )
+        )
+    distance, moved, agreement, cosine, error = (torch.stack(part).mean(0) for part in zip(*rows, strict=True))
+    return RelaxedModel(float(distance), float(moved), float(agreement), cosine, error)
+
+
+def _prediction(decoder: nn.Module, sequence: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Probabilities of the next token (vocabulary,), and attention outputs at the last one (L, d)."""
+    seen: list[Tensor] = []
+    modules = [layer.self_attn for layer in _layers(decoder)]
+    with _hooked([module.register_forward_hook(lambda _, __, out: seen.append(out[0][-1, 0])) for module in modules]):
+        logits = decoder(torch.tensor([list(sequence)]))[0][0, -1]
+    return logits.softmax(-1), torch.stack(seen)
 
 
 @dataclass(frozen=True)
@@ -113,7 +168,8 @@ def implicit_updates(
         seen = [stack.enter_context(recorded_mlp(layer)) for layer in layers]
         outputs = [_layer_outputs(decoder, sequence) for sequence in sequences]  # (K + 1) x (L, d)
     errors, unmoved, ranks, norms, increments, updates = [], [], [], [], [], []
-    for index, (layer, record) in enumerate(zip(layers, seen, strict=True)):
+    shown = tqdm(zip(layers, seen, strict=True), desc="implicit updates", total=len(layers), disable=None)
+    for index, (layer, record) in enumerate(shown):
         inputs, residuals = ([part[-1, 0] for part in parts] for parts in (record.inputs, record.residuals))
         update = block_update(layer, [inputs[0], inputs[-1]], [residuals[0], residuals[-1]])
         with torch.no_grad(), applied(layer, update):

@@ -8,16 +8,19 @@
 """
 
 import base64
+import io
 from collections.abc import Sequence
 from html import escape
 
+from fairseq_icl.theory.drawing import draw_by_layer
 from fairseq_icl.theory.statements import EXACT, Record, run_exact
 from fairseq_icl.theory.trained_statements import run_trained
 
 TITLE = "In-context learning and gradient descent: the statements, executed"
 INTRODUCTION = (
     "Every row is one statement, computed twice: as it is claimed, and with one premise removed. Exact statements must "
-    f"hold to {EXACT:.0e} in float64 and fail visibly without it; measured ones show a gap beside a larger one."
+    f"hold to {EXACT:.0e} in float64 and fail visibly without it; measured ones show a gap beside a larger one. A "
+    "question claims nothing: its two numbers are the answer."
 )
 HEADER = ("statement", "source", "what was computed", "number", "premise removed", "number then", "kind", "holds")
 
@@ -31,6 +34,13 @@ td.number { font-variant-numeric: tabular-nums; white-space: nowrap; text-align:
 .yes { color: #1a7f37; font-weight: 600; }
 .no { color: #c8352b; font-weight: 600; }
 figure { margin: 2rem 0; } figure img { max-width: 100%; background: white; }
+@media (max-width: 60rem) {
+  thead { display: none; }
+  tr { display: block; padding: .6rem 0; border-bottom: 2px solid #8886; }
+  td, td.number { display: block; border: 0; padding: .1rem 0; text-align: left; white-space: normal; }
+  td::before { content: attr(data-name) ": "; color: #888; font-weight: 400; }
+  td:first-child { font-weight: 600; } td:first-child::before { content: ""; }
+}
 """
 
 
@@ -52,58 +62,70 @@ def _cells(record: Record) -> tuple[str, ...]:
         format_number(record.value),
         record.premise,
         format_number(record.broken),
-        "exact" if record.exact else "measured",
-        "yes" if record.holds else "NO",
+        ("exact" if record.exact else "measured") if record.is_claim else "question",
+        ("yes" if record.holds else "NO") if record.is_claim else "-",
     )
 
 
-def render_markdown(records: Sequence[Record]) -> str:
-    """A title, an introduction and one table."""
-    lines = [f"# {TITLE}", "", INTRODUCTION, "", _markdown_row(HEADER), "|" + "---|" * len(HEADER)]
+def render_markdown(records: Sequence[Record], subject: str = "") -> str:
+    """A title, an introduction, on request a line about the model that was looked at, and one table."""
+    lines = [f"# {TITLE}", "", INTRODUCTION, ""] + ([_plain(subject), ""] if subject else [])
+    lines += [_markdown_row(HEADER), "|" + "---|" * len(HEADER)]
     return "\n".join([*lines, *(_markdown_row(_cells(record)) for record in records)]) + "\n"
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    def plain(text: str) -> str:
-        # A vertical bar would end the cell, a line break the row, and < might open a tag.
-        text = " ".join(escape(text, quote=False).split())
-        for mark in ("\\", "|", "*", "_", "`", "["):
-            text = text.replace(mark, "\\" + mark)
-        return text
-
-    return "| " + " | ".join(map(plain, cells)) + " |"
+    return "| " + " | ".join(map(_plain, cells)) + " |"
 
 
-def render_html(records: Sequence[Record], drawing: bytes | None = None) -> str:
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is; a bar would end a cell, a line break the row, and < might open a tag."""
+    text = " ".join(escape(text, quote=False).split())
+    for mark in ("\\", "|", "*", "_", "`", "["):
+        text = text.replace(mark, "\\" + mark)
+    return text
+
+
+def render_html(records: Sequence[Record], drawing: bytes | None = None, subject: str = "") -> str:
     """One HTML page that needs no other file.
 
     Args:
-        records: the statements.
-        drawing: a PNG to show below the table, for example of layer-causal descent.
+        records: the statements; what they have by layer is drawn below the table.
+        drawing: a PNG to show at the end, for example of layer-causal descent.
+        subject: a line about the model that was looked at.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
     rows = "\n".join(_html_row(record) for record in records)
     figure = ""
+    series = {title: values for record in records for title, values in record.per_layer.items()}
+    if series:
+        picture = io.BytesIO()
+        draw_by_layer(series, picture)
+        caption = "The model looked at, layer by layer, at the last token of the queries; means over heads and queries."
+        figure = _figure(picture.getvalue(), "Measures by layer", caption)
     if drawing is not None:
-        data = base64.b64encode(drawing).decode("ascii")
-        figure = (
-            f'<figure><img src="data:image/png;base64,{data}" alt="Vanilla and layer-causal gradient descent">'
-            "<figcaption>Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts "
-            "gradients between layers.</figcaption></figure>"
-        )
+        caption = "Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts "
+        figure += _figure(drawing, "Vanilla and layer-causal gradient descent", f"{caption}gradients between layers.")
+    about = f"<p>{escape(subject)}</p>" if subject else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(TITLE)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(TITLE)}</h1><p>{escape(INTRODUCTION)}</p>\n"
+        f"<style>{STYLE}</style></head><body><h1>{escape(TITLE)}</h1><p>{escape(INTRODUCTION)}</p>{about}\n"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
         f"{figure}</body></html>\n"
     )
 
 
+def _figure(picture: bytes, alternative: str, caption: str) -> str:
+    data = base64.b64encode(picture).decode("ascii")
+    image = f'<img src="data:image/png;base64,{data}" alt="{escape(alternative)}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
 def _html_row(record: Record) -> str:
-    classes = {3: "number", 5: "number", 7: "yes" if record.holds else "no"}
+    classes = {3: "number", 5: "number", 7: "asked" if not record.is_claim else "yes" if record.holds else "no"}
     cells = (
-        f'<td class="{classes[i]}">{escape(text)}</td>' if i in classes else f"<td>{escape(text)}</td>"
+        f'<td data-name="{escape(HEADER[i])}" class="{classes.get(i, "text")}">{escape(text)}</td>'
         for i, text in enumerate(_cells(record))
     )
     return f"<tr>{''.join(cells)}</tr>"

@@ -3,8 +3,8 @@
 All on small random problems in float64; what has to be trained first is in `trained_statements`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,10 +51,14 @@ class Record:
     premise: str  # what was removed for `broken`
     broken: float
     exact: bool  # whether `value` must be below EXACT; else it is a measured gap
+    is_claim: bool = True  # otherwise a question: both numbers are the answer, and nothing can fail
+    per_layer: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of a real model: what to draw by layer
 
     @property
     def holds(self) -> bool:
         """Exact: below 1e-10, and visibly wrong without the premise. Measured: the gap is smaller than without it."""
+        if not self.is_claim:
+            return True
         return self.value < EXACT < 1e-3 < self.broken if self.exact else self.value < self.broken
 
 

@@ -112,6 +112,15 @@ def test_a_quotient_is_taken_over_the_examples_it_is_defined_on():
     assert 0.8 < high < 0.95
 
 
+def test_a_seed_whose_quotient_has_no_value_says_nothing():
+    claim = ABOVE | {"right": {"metric": "n"}, "over": {"metric": "o"}}
+    ones, over = np.ones((3, 20)), np.ones((3, 20))
+    over[0] = 0.0
+    verdict = judge(claim, Made(m=ones, n=0.5 * ones, o=over))
+    assert (verdict.status, verdict.places[0][0].seeds, verdict.average.value) == (HOLDS, 2, 0.5)
+    assert judge(claim, Made(m=ones, n=ones, o=0 * ones)).status == NO_DATA
+
+
 def test_false_alarms_are_as_rare_as_the_level_says():
     """No effect, three seeds: a one-sided 2.5 % is allowed on either side."""
     generator, outcomes = np.random.default_rng(2), []

@@ -123,7 +123,7 @@ def test_fine_tuned_updates_are_those_of_sgd_and_leave_no_trace() -> None:
 
 def test_records_of_a_decoder_hold() -> None:
     records = run_on_decoder(Decoder(), START, [CONTEXT[:4], CONTEXT], QUERIES)
-    assert [record.holds for record in records] == [True, True]
+    assert [record.holds for record in records] == [True, True, True]
     single = run_on_decoder(Decoder().float(), START, [CONTEXT], QUERIES)
     assert not all(record.holds for record in single)  # float32 is not exact enough
 

@@ -72,3 +72,13 @@ def test_numbers() -> None:
         "12.5000",
         "5.4e+04",
     ]
+
+
+def test_a_question_cannot_fail_and_what_is_known_by_layer_is_drawn(records: list[Record]) -> None:
+    asked = replace(records[0], value=2.0, broken=1.0, exact=False, is_claim=False)
+    assert asked.holds
+    assert "| question | - |" in render_markdown([asked], "model x_y")
+    assert "model x\\_y" in render_markdown([asked], "model x_y")
+    drawn = render_html([replace(asked, per_layer={"a": [1.0, 200.0], "b": [0.1, float("nan")]})], subject="<model>")
+    assert drawn.count("data:image/png;base64,") == 1
+    assert "&lt;model&gt;" in drawn

@@ -24,6 +24,12 @@ class DemoPretrainingConfig(FairseqDataclass):
     tokens_per_batch: int = field(default=2048, metadata={"help": "tokens of a batch, whatever the length of its rows"})
     updates_per_epoch: int = field(default=50, metadata={"help": "updates between two looks at the level"})
     widen_at: float = field(default=0.85, metadata={"help": "accuracy at which the next level begins"})
+    widen_at_epochs: str = field(
+        default="",
+        metadata={
+            "help": "the next levels begin at these epochs (6,8,10), whatever the accuracy: data do not depend on it"
+        },
+    )
     # The stock language model reads these three from the task.
     tokens_per_sample: int = field(default=1024, metadata={"help": "longest row the model must take"})
     max_target_positions: int = field(default=1024, metadata={"help": "longest row the model must take"})
@@ -57,9 +63,13 @@ class DemoPretrainingTask(FairseqTask):
     def begin_epoch(self, epoch, model) -> None:
         """Go up one level if in the last epoch most labels that could be known were right, in every watched format."""
         level = self.state.level
+        planned = [int(first) for first in self.cfg.widen_at_epochs.split(",") if first]
         watched = Level(level).watched_formats
         accuracies = [self.totals[f"{name}_correct"] / max(1, self.totals[name]) for name in watched]
-        if min(accuracies) >= self.cfg.widen_at and level < Level.LAST:
+        read_well = (
+            epoch >= planned[level] if level < len(planned) else not planned and min(accuracies) >= self.cfg.widen_at
+        )
+        if read_well and level < Level.LAST:
             level += 1
             logger.info("level %d from epoch %d on", level, epoch)
         self.state.merge_state_dict({"level": level})

@@ -119,13 +119,12 @@ def judge(claim: dict[str, Any], evidence: Evidence) -> Verdict:
             asked = claim["layers"]["of"]
             return Verdict(claim, NO_DATA, f"names layers of a model with {asked}; this one has {depth}")
         layers = [layer for layer in range(depth) if layer not in claim["layers"]["except"]]
-        by_dataset = [_effects(terms, f"{dataset}", layers) for dataset, terms in samples.items()]
-        places = [
-            average(f"layer {layer}", [effects[place] for effects in by_dataset]) for place, layer in enumerate(layers)
-        ]
+        found_in = [effects for dataset, terms in samples.items() if (effects := _effects(terms, dataset, layers))]
+        by_layer = zip(layers, zip(*found_in, strict=True), strict=True) if found_in else []
+        places = [average(f"layer {layer}", effects) for layer, effects in by_layer]
     else:
-        places = [_effects(terms, dataset)[0] for dataset, terms in samples.items()]
-    return decide(claim, places)
+        places = [effect for dataset, terms in samples.items() for effect in _effects(terms, dataset)]
+    return decide(claim, places) if places else Verdict(claim, NO_DATA, "its quantity has no value at any seed")
 
 
 def decide(claim: dict[str, Any], places: Sequence[Effect]) -> Verdict:
@@ -194,18 +193,21 @@ def _samples(claim: dict[str, Any], evidence: Evidence, dataset: str) -> list[Sa
 
 def _effects(samples: Sequence[Sample], place: str, layers: Sequence[int] | None = None) -> list[Effect]:
     """The effect on a dataset: over all layers, or in each of some layers."""
-    seeds = len(samples[0].seeds)
     with_examples = all(len(sample.examples) for sample in samples)
     examples = np.unique(np.concatenate([s.examples for s in samples])) if with_examples else np.array([], dtype=int)
     generator = zlib.crc32(place.encode())  # datasets are drawn apart, and a report gives the same numbers again
     counts = draws_of(len(examples), generator) if len(examples) else np.ones((RESAMPLES, 1))
     terms = [_by_seed(sample, examples, counts, layers) for sample in samples]
     point, drawn = (_combined([term[part] for term in terms]) for part in (0, 1))  # (S, P), (B, S, P)
+    defined = np.isfinite(point).all(1)  # a seed whose quotient has no value (over no example, by 0) says nothing
+    if not defined.any():
+        return []
+    point, drawn, seeds = point[defined], drawn[:, defined], int(defined.sum())
     value = point.mean(0)
     draws = draws_of(seeds, generator + 1)  # (B, S)
     widen = math.sqrt(seeds / (seeds - 1)) if seeds > 1 else 0.0
     by_seed = (draws @ point / seeds - value) * widen  # (B, P)
-    by_example = np.nan_to_num(np.nanmean(drawn, axis=1) - value) if len(examples) else np.zeros_like(by_seed)
+    by_example = np.nan_to_num(_defined_mean(drawn) - value) if len(examples) else np.zeros_like(by_seed)
     return [
         Effect(place, float(value[i]), seeds, len(examples), seeds - 1, by_seed[:, i], by_example[:, i])
         for i in range(len(value))
@@ -225,7 +227,7 @@ def _by_seed(
         values = values[..., list(layers)]
     seeds, _, width = values.shape
     if len(examples) == 0:
-        point = np.nanmean(values, axis=1)
+        point = values[:, 0]  # means over examples
         return point, np.broadcast_to(point, (len(counts), *point.shape))
     everything = len(examples) == len(sample.examples)
     weights = counts if everything else counts[:, np.searchsorted(examples, sample.examples)]  # (B, N of this term)
@@ -242,7 +244,16 @@ def _by_seed(
 def _combined(terms: Sequence[np.ndarray]) -> np.ndarray:
     """left, left - right, or (left - right) / over."""
     difference = terms[0] - terms[1] if len(terms) > 1 else terms[0]
-    return difference / terms[2] if len(terms) > 2 else difference
+    if len(terms) < 3:
+        return difference
+    return np.divide(difference, terms[2], out=np.full(difference.shape, np.nan), where=terms[2] != 0)
+
+
+def _defined_mean(values: np.ndarray) -> np.ndarray:
+    """The mean over the defined values of the second axis: (B, S, P) -> (B, P), NaN where there is none."""
+    known = np.isfinite(values)
+    number = known.sum(1)
+    return np.divide(np.where(known, values, 0.0).sum(1), number, out=np.full(number.shape, np.nan), where=number > 0)
 
 
 def _outcome(effect: Effect, asks: dict[str, Any], level: float) -> str:

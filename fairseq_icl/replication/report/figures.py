@@ -26,9 +26,11 @@ SWITCHED = {
 
 def all_figures(run: Run) -> Iterator[Chart]:
     """Every figure that the run has numbers for."""
+    models = run.planned["model"].drop_duplicates()
     for draw in FIGURES:
-        for model in run.planned["model"].drop_duplicates():  # innermost: two models stand side by side
-            yield from draw(run, model)
+        drawn = [chart for model in models for chart in draw(run, model)]
+        for title in dict.fromkeys(chart.title for chart in drawn):  # the same figure of two models side by side
+            yield from (chart for chart in drawn if chart.title == title)
 
 
 def over_tasks(run: Run, model: str) -> Iterator[Chart]:

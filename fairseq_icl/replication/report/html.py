@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -122,28 +123,33 @@ def page(
     made = Page()
     made.parts += ['<button id="theme" type="button">light / dark</button>', f"<h1>{escape(title)}</h1>", _state(run)]
     made.section("verdicts", "Do the papers' claims hold?", [("", "", _verdicts(made, verdicts))] if verdicts else [])
-    pair = len(run.planned["model"].drop_duplicates()) == 2
+    models = list(run.planned["model"].drop_duplicates())
     for name, words, tables in (("papers", "The papers' tables", papers), ("variants", "Variants", comparisons)):
         items = [(anchor("table", table.name), table.title, table_html(table, made)) for table in tables]
-        made.section(name, words, _paired(items, pair), f'<p class="note">{READING}</p>')
+        made.section(name, words, _paired(items, models), f'<p class="note">{READING}</p>')
     items = [(anchor("figure", figure.name), figure.title, figure_html(figure, made)) for figure in figures]
     toggles = '<div class="toolbar" id="toggles" role="group" aria-label="What the figures show"></div>'
-    made.section("figures", "Figures", _paired(items, pair), toggles)
+    made.section("figures", "Figures", _paired(items, models), toggles)
     made.data["examples"] = page_examples(run)
     made.section("examples", "Examples", [("", "", EXAMPLES)] if made.data["examples"] else [])
     made.section("cells", "Cells", [("", "", _cells(run))])
     return made.html(title)
 
 
-def _paired(items: list[tuple[str, str, str]], pair: bool) -> list[tuple[str, str, str]]:
-    """Items of two models side by side, where the page is wide enough."""
-    if not pair or not items:
+def _paired(items: list[tuple[str, str, str]], models: Sequence[str]) -> list[tuple[str, str, str]]:
+    """What differs in the model alone side by side, where the page is wide enough."""
+    if len(models) < 2:
         return items
-    (first, title, html), *others = items
-    if not others:
-        return items
-    last_name, last_title, last_html = others[-1]
-    return [(first, title, f'<div class="pair">{html}'), *others[:-1], (last_name, last_title, f"{last_html}</div>")]
+
+    def without_model(item: tuple[str, str, str]) -> str:
+        return re.sub("|".join(map(re.escape, sorted(models, key=len, reverse=True))), "", item[1])
+
+    paired = []
+    for _, group in groupby(items, key=without_model):
+        first, *others = group
+        paired.append((*first[:2], f'<div class="pair">{first[2]}{"" if others else "</div>"}'))
+        paired += [(*one[:2], one[2] + ("</div>" if one is others[-1] else "")) for one in others]
+    return paired
 
 
 def _state(run: Run) -> str:
@@ -171,7 +177,8 @@ def _verdicts(made: Page, verdicts: dict[str, list[Verdict]]) -> str:
         about = f'<div class="why">{escape(source)} {escape(claim.get("note", ""))}{printed}</div>'
         cells = "".join(_verdict(verdict, name) for verdict, name in zip(row, names, strict=True))
         body.append(f'<tr id="{anchor("claim", claim["name"])}"><td>{escape(claim["says"])}{about}</td>{cells}</tr>')
-    buttons = [made.add_sheet(verdict_sheet(model, found)) for model, found in verdicts.items()]
+    sheets = [(model, made.add_sheet(verdict_sheet(model, found))) for model, found in verdicts.items()]
+    buttons = [f"{escape(model) if len(sheets) > 1 else ''}{actions}" for model, actions in sheets]
     return (
         f'{"".join(buttons)}<div class="scroll"><table class="verdicts"><thead><tr>{head}</tr></thead>'
         f'<tbody>{"".join(body)}</tbody></table></div><p class="note">{escape(" ".join(VERDICT_NOTES))}</p>'
