@@ -8,6 +8,7 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.plan import expand
+from fairseq_icl.replication.report import write_report
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.steps import COLUMNS, equal_steps, steps_tables, with_length_ratios
 from fairseq_icl.replication.report.tables import comparison_tables
@@ -65,8 +66,9 @@ def test_a_length_ratio_stands_beside_the_cosines_of_every_table(steps):
     assert entries["sim_aou_random"].length_ratio is None
 
 
-def test_the_report_has_the_figures_of_steps(steps):
-    folder = steps.folder / "report"
+def test_the_report_has_the_figures_of_steps(steps, tmp_path: Path):
+    folder = tmp_path / "report"
+    write_report(steps, folder, ("md", "csv"))
     names = {path.name.removesuffix(".png").rpartition("_")[0] for path in (folder / "figures").iterdir()}
     assert {"steps_sim_aou", "steps_sim_am_delta", "lengths_sim_aou", "lengths_sim_am_delta", "step_sizes"} <= names
     text = (folder / "report.md").read_text()

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import matplotlib as mpl
 import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.results.collector import Collector
-from fairseq_icl.results.drawing import layers_figure
+from fairseq_icl.results.drawing import STYLE, layers_figure, log_scale, panels
 from tests.metrics.observations import random_observation
 
 
@@ -35,3 +36,15 @@ def test_a_metric_that_the_table_does_not_have_by_layer_suggests_one():
         layers_figure(table(), "sim_auo")
     with pytest.raises(UserError, match="accuracy_zsl: no values by layer"):
         layers_figure(table(), "accuracy_zsl")
+
+
+@pytest.mark.parametrize("values", [(0.0001, 0.03), (0.002, 0.03)], ids=["wide", "narrow"])
+def test_ticks_of_a_logarithmic_axis_are_numbers(values: tuple[float, float]):
+    with mpl.rc_context(STYLE):
+        figure, (ax,) = panels(["one"])
+        ax.plot(values, [0, 1])
+        log_scale(ax)
+        figure.draw_without_rendering()
+        shown = [label.get_text() for label in ax.get_xticklabels(which="both") if label.get_text()]
+    assert len(shown) >= 3
+    assert all(float(text) > 0 for text in shown)
