@@ -122,9 +122,7 @@ def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = No
             line = line.sort_values("layer")
             value = line["value"].to_numpy(float)
             reach = [value - line["low"].to_numpy(float), line["high"].to_numpy(float) - value]
-            ax.errorbar(
-                line["layer"].astype(int) + 1, value, yerr=np.abs(reach), label=", ".join(map(str, names)), **style
-            )
+            ax.errorbar(line["layer"].astype(int), value, yerr=np.abs(reach), label=", ".join(map(str, names)), **style)
         ax.axhline(0, color="black", linewidth=0.6)
         ax.set(xlabel="layer", ylabel=NAMES.get(metric, metric))
         legend_below(figure, [ax])

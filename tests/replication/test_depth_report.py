@@ -31,10 +31,9 @@ def test_the_cut_at_the_last_layer_is_the_plain_run(short_circuits):
 
 
 def test_both_figures_are_drawn(short_circuits):
-    drawings = {drawing.name: drawing for drawing in all_figures(short_circuits)}
-    by_depth = drawings["accuracy_by_depth_model_pretrained"]
-    labels = [text.get_text() for text in by_depth.figure.legends[0].get_texts()]
-    assert labels == ["ZSL", "ICL", "FT gd"]
-    lines = drawings["short_circuits_model"].figure.axes[0].containers
-    assert [line.get_label() for line in lines] == ["ZSL, cut", "ICL, cut", "FT, cut", "FT, whole"]
-    assert all(line.lines[0].get_xdata().tolist() == [1, 2, 3] for line in lines)
+    charts = {chart.name: chart for chart in all_figures(short_circuits)}
+    [panel] = charts["accuracy_by_depth_model_pretrained"].panels
+    assert [series.label for series in panel.series] == ["ZSL", "ICL", "FT gd"]
+    [panel] = charts["short_circuits_model"].panels
+    assert [series.label for series in panel.series] == ["ZSL, cut", "ICL, cut", "FT, cut", "FT, whole"]
+    assert all(series.x == [0, 1, 2] for series in panel.series)

@@ -33,11 +33,11 @@ def test_the_curve_ends_in_the_plain_run(folder):
 
 
 def test_curves_are_drawn(folder):
-    drawings = {drawing.name: drawing for drawing in all_figures(load_run(folder))}
+    charts = {chart.name: chart for chart in all_figures(load_run(folder))}
     names = {f"dynamics_{name}_model" for name in ("accuracy", "sim_aou", "sim_am_delta")}
-    assert names <= drawings.keys()
-    labels = [text.get_text() for text in drawings["dynamics_accuracy_model"].figure.legends[0].get_texts()]
-    assert labels == ["ZSL", "ICL", "FT gd"]
+    assert names <= charts.keys()
+    [panel] = charts["dynamics_accuracy_model"].panels
+    assert [series.label for series in panel.series] == ["ZSL", "ICL", "FT gd"]
 
 
 def test_the_plan_counts_the_points(world, tmp_path):

@@ -38,10 +38,11 @@ def test_the_spread_of_fine_tuning_on_all_at_once_is_rounding(ordered):
 
 
 def test_accuracies_are_drawn_by_order(ordered):
-    drawings = {drawing.name: drawing for drawing in all_figures(ordered)}
-    lines = drawings["order_model"].figure.axes[0].containers
-    assert {line.get_label() for line in lines} == {"ICL", "FT gd", "FT gd_full_batch", "FT gd_full_batch lr_scale=32"}
-    assert all(line.lines[0].get_xdata().tolist() == [0, 1, 5] for line in lines)
+    charts = {chart.name: chart for chart in all_figures(ordered)}
+    [panel] = charts["order_model"].panels
+    labels = {series.label for series in panel.series}
+    assert labels == {"ICL", "FT gd", "FT gd_full_batch", "FT gd_full_batch lr_scale=32"}
+    assert all(series.x == [0, 1, 5] for series in panel.series)
 
 
 def test_one_order_makes_no_table(world, tmp_path):

@@ -24,7 +24,7 @@ def test_every_run_of_the_table_is_a_line_over_the_layers(tmp_path: Path):
     [ax] = figure.axes
     lines = [container.lines[0] for container in ax.containers]
     values = both[(both["metric"] == "sim_aou") & both["example"].isna() & both["layer"].notna()]["value"]
-    assert [line.get_xdata().tolist() for line in lines] == [[1, 2, 3]] * 2
+    assert [line.get_xdata().tolist() for line in lines] == [[0, 1, 2]] * 2
     assert [y for line in lines for y in line.get_ydata()] == values.tolist()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["sst2, gd, pretrained, 1", "sst2, lcgd, pretrained, 1"]

@@ -27,7 +27,7 @@ def accuracy_by_depth(run: Run, model: str) -> Iterator[Chart]:
             panels.append(Panel(str(dataset), series, tags={"dataset": str(dataset)}))
         caption = (
             f"{model}, {init}. The residual stream after each layer is read through the final norm and the output "
-            "embedding; the last layer is the model itself. Error bars: standard deviation over seeds. Layers from 1."
+            "embedding; the last layer is the model itself. Error bars: standard deviation over seeds. Layers from 0."
         )
         yield Chart(f"accuracy_by_depth_{model}_{init}", f"Accuracy by depth ({init})", caption, panels, *AXES)
 
@@ -49,7 +49,7 @@ def short_circuits(run: Run, model: str) -> Iterator[Chart]:
         panels.append(Panel(str(dataset), series, tags={"dataset": str(dataset)}))
     caption = (
         f"{model}. At each layer: the model fine-tuned while it was cut there, scored cut there and whole, beside ZSL "
-        "and ICL of the unchanged model cut there. Error bars: standard deviation over seeds. Layers from 1."
+        "and ICL of the unchanged model cut there. Error bars: standard deviation over seeds. Layers from 0."
     )
     yield Chart(f"short_circuits_{model}", "Fine-tuning of short-circuited models", caption, panels, *AXES)
 
@@ -66,8 +66,8 @@ def _settings(lines: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 
 def _in_percent(lines: pd.DataFrame) -> pd.DataFrame:
-    """Layers from 1, shares in percent."""
-    return lines.assign(layer=lines["layer"] + 1, mean=lines["mean"] * PERCENT, sd=lines["sd"] * PERCENT)
+    """Shares in percent."""
+    return lines.assign(mean=lines["mean"] * PERCENT, sd=lines["sd"] * PERCENT)
 
 
 def _over_seeds(points: pd.DataFrame) -> pd.DataFrame:

@@ -32,7 +32,7 @@ def _recorded(run: Run, model: str) -> Iterator[Chart]:
     known = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "")]
     known = known[known["key"].isin(run.step_sizes)]
     rows = [
-        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer + 1, "size": np.log10(size)}
+        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer, "size": np.log10(size)}
         for cell in known.itertuples()
         for layer, size in enumerate(run.step_sizes[str(cell.key)].mean(axis=0))
         if size > 0
@@ -43,7 +43,7 @@ def _recorded(run: Run, model: str) -> Iterator[Chart]:
     panels = _panels(groups.agg(mean="mean", sd="std").reset_index(), "layer")
     caption = (
         f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
-        "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 1."
+        "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 0."
     )
     title = "How far a step moves the weights, by layer"
     yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
