@@ -164,7 +164,8 @@ def _saved_option(config: Mapping[str, Any], name: str) -> Any:
     """The value of an option in a saved configuration, whichever section has it."""
     if name in ("criterion", "optimizer", "lr_scheduler"):
         section = config.get(name) or {}
-        return section.get("_name") if isinstance(section, Mapping) else getattr(section, name, PROTOCOL.get(name))
+        protocol = PROTOCOL.get(name)
+        return section.get("_name", protocol) if isinstance(section, Mapping) else getattr(section, name, protocol)
     for section in config.values():
         values = section if isinstance(section, Mapping) else vars(section) if hasattr(section, "__dict__") else {}
         if name in values:
