@@ -66,7 +66,7 @@ class Setting:
         if value is None and self.optional:
             return None
         if self.kind is str and not self.choices and isinstance(value, int | float) and not isinstance(value, bool):
-            value = str(value).removesuffix(".0")  # a limit or a layer, typed as the number it is
+            value = str(value)  # a limit or a layer, typed as the number it is
         problem = self._problem(value)
         if problem is not None:
             raise UserError(f"{self.name}={_shown(value)}: {problem}")

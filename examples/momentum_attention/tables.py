@@ -113,7 +113,7 @@ def _mean_and_deviation(values: list[float], decimals: int) -> str:
 
 def _published(table: str) -> list[str]:
     """Dai et al.'s figures: other models, data and sizes, for the size of the difference only."""
-    papers = yaml.safe_load((PACKAGE / "config" / "published.yaml").read_text("utf-8"))
+    papers = yaml.safe_load((PACKAGE / "config" / "published" / "published.yaml").read_text("utf-8"))
     found = papers["other"]["dai2023"]["momentum_attention"][table]
     lines = [f"| Dai et al. 2023 | {' | '.join(found['columns'])} |", "|" + "---|" * (len(found["columns"]) + 1)]
     for row in ("vanilla", "momentum"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from fairseq_icl.criterions.icl_similarity import summary
 from fairseq_icl.models.perturbation import perturb
-from fairseq_icl.replication.report import html, markdown_page
+from fairseq_icl.replication.report import Contents, html, markdown_page
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.stability import stability_tables
 from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
@@ -88,8 +88,9 @@ def test_a_folder_of_different_machines_is_warned_of(spread):
     mixed = replace(spread, configurations=changed)
     (warning,) = mixed.warnings
     assert "different threads (1, 64)" in warning or "64" in warning
-    assert warning in markdown_page(mixed, [], [])
-    assert warning in html.page(mixed, [], [], [])
+    contents = Contents.of(mixed)
+    assert warning in markdown_page(contents, [])
+    assert warning in html.page(mixed, contents.verdicts, contents.papers, contents.comparisons, [])
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def nothing(world: World, tmp_path_factory: pytest.TempPathFactory):
 
 def test_one_example_and_no_update_are_marked_where_they_are_read(nothing):
     table = next(table for table in paper_tables(nothing) if table.name.startswith("deutch2024_table2"))
-    for text in (plain(table), markdown(table), html.table_html(table)):
+    for text in (plain(table), markdown(table), html.table_html(table, html.Page())):
         assert "0.00 (no update)" in text
         assert "(n=1)" in text
         assert "no update: fine-tuning changed nothing here" in text
