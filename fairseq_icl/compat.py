@@ -112,8 +112,11 @@ def watch_command_lines() -> None:
         parser.error = _refuse  # type: ignore[method-assign]
         try:
             parsed = original(parser, input_args, *args, **kwargs)
-        except (NameError, SyntaxError, TypeError, ValueError, KeyError) as error:  # fairseq evaluates lists: --lr abc
-            raise UserError(f"the command line cannot be read ({error}); --help shows the flags") from error
+        except UserError:
+            raise
+        except Exception as error:  # fairseq evaluates lists, and --lr abc, 1/0 or 10**999 end in any way
+            reason = str(error)[:200] or type(error).__name__
+            raise UserError(f"the command line cannot be read ({reason}); --help shows the flags") from error
         _check_own_settings(parsed[0] if isinstance(parsed, tuple) else parsed)
         return parsed
 

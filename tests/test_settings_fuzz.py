@@ -202,6 +202,9 @@ def parsed_flags(*words: str) -> Any:
 @example(key="num_demonstrations", value="abc")
 @example(key="lr", value="abc")
 @example(key="lr", value="[]")
+@example(key="lr", value=10**400)
+@example(key="lr", value=[10**400])
+@example(key="lr", value="1/0")
 @example(key="clip_norm", value=-1)
 def test_flags(key: str, value: Any):
     try:
