@@ -10,7 +10,6 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Entry, Table
 from fairseq_icl.replication.report.text import file_name
-from fairseq_icl.training.methods import get_method, method_names
 
 CRITERION = "demonstration_log_likelihood_ft"
 HEADER = """\
@@ -98,6 +97,8 @@ def write_model_files(run: Run, folder: Path) -> list[Path]:
 
 def _learn_alike(method: str) -> list[str]:
     """The method and the one that does the same with the linearized model."""
+    from fairseq_icl.training.methods import get_method, method_names  # fairseq, which other reports can do without
+
     linearized = {**get_method(method).options, "linearize": True}
     others = [name for name in method_names() if name != method and get_method(name).trains]
     return [method, *(name for name in others if get_method(name).options == linearized)]
