@@ -5,7 +5,7 @@ output. The model's outputs do not change by one bit.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -134,12 +134,24 @@ def attention_inputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(_input(args, kwargs))
 
-    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in attention_modules(decoder)]
-    try:
+    with ExitStack() as hooks:
+        for module in attention_modules(decoder):
+            hooks.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
         yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+@contextmanager
+def attention_outputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """A list that fills with what each layer's self-attention puts out, (T, B, d), while the decoder runs."""
+    outputs: list[Tensor] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]) -> None:
+        outputs.append(result[0])
+
+    with ExitStack() as hooks:
+        for module in attention_modules(decoder):
+            hooks.enter_context(module.register_forward_hook(look))
+        yield outputs
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import torch
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
-from fairseq_icl.observing import Observation, Observer, observe, observe_all
+from fairseq_icl.observing import Observation, Observer, observe_all
 from fairseq_icl.observing.prefix import Prefix, extend_prefix, run_prefix, supports_prefix
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import CURVE_COLUMNS, means
@@ -35,7 +35,8 @@ class Curve:
         if examples < 1:
             raise UserError(f"curve_examples={examples}: must be at least 1")
         self.whole = icl
-        self.prompts = replace(prompts, queries=prompts.queries[:examples])
+        # METRICS need no prior of the labels.
+        self.prompts = replace(prompts, queries=prompts.queries[:examples], content_free=())
         self.zsl = self._first(zsl)
         self.shown = min(len(prompts.context_rows), len(prompts.finetuning))
         self.prefix: Prefix | None = None
@@ -45,7 +46,8 @@ class Curve:
     def after_demonstration(self, count: int, tuned: Model, base: Model) -> None:
         """Measure one point, while `fine_tuned` trains; the last one is for `finish`."""
         if count < len(self.prompts.finetuning) and count <= self.shown:
-            self._add(count, self._in_context(count, base), observe(tuned, self.prompts))
+            trained = observe_all(Observer(tuned, self.prompts, by_depth=False), self.prompts.queries)
+            self._add(count, self._in_context(count, base), trained)
 
     def finish(self, ft: Observation) -> pd.DataFrame:
         """The curve, with the fine-tuned model's observation of all queries as its last point.
@@ -71,7 +73,7 @@ class Curve:
             else:
                 self.prefix = base.evaluate(lambda: extend_prefix(decoder, done, prompts.context[done.length : stop]))
         shorter = replace(prompts, context=prompts.context[:stop])
-        observer = Observer(base, shorter, in_context=True, context_row=False, prefix=self.prefix)
+        observer = Observer(base, shorter, in_context=True, context_row=False, by_depth=False, prefix=self.prefix)
         return observe_all(observer, prompts.queries)
 
     def _add(self, count: int, icl: Observation, ft: Observation) -> None:

@@ -9,18 +9,17 @@ Gradients run through the whole model. What the method reaches on queries that i
 which the similarities of `gd` and `lcgd`, which see labels and not activations, are to be read.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
-from fairseq_icl.observing.probe import attention_modules
+from fairseq_icl.observing.probe import attention_outputs
 from fairseq_icl.prompts.build import Prompts
 
 
@@ -32,22 +31,6 @@ class Targets:
     """Row of the train file -> (layers, tokens, d)."""
     scale: Tensor
     """(layers,) mean squared length of the change that ICL makes"""
-
-
-@contextmanager
-def attention_outputs(decoder: Any) -> Iterator[list[Tensor]]:
-    """A list that fills with what each layer's self-attention puts out, (T, B, d), while the decoder runs."""
-    outputs: list[Tensor] = []
-
-    def look(module: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]) -> None:
-        outputs.append(result[0])
-
-    hooks = [module.register_forward_hook(look) for module in attention_modules(decoder)]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()

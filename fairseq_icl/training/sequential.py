@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.training.gradients import GradientControl
+from fairseq_icl.training.short_circuit import skipped
 
 
 def sequential_step(
@@ -81,24 +82,9 @@ def one_layer(decoder: Any, layer: int, inputs: dict[int, Tensor] | None) -> Ite
 
         return hook
 
-    with ExitStack() as stack:
-        for index, module in enumerate(decoder.layers):
-            if not first <= index <= layer:
-                stack.enter_context(_skipped(module))
-            elif inputs is not None:
-                stack.enter_context(module.register_forward_pre_hook(look(index)))
+    layers = list(decoder.layers)
+    with skipped(layers[:first] + layers[layer + 1 :]), ExitStack() as stack:
+        if inputs is not None:
+            for index in range(first, layer + 1):
+                stack.enter_context(layers[index].register_forward_pre_hook(look(index)))
         yield
-
-
-@contextmanager
-def _skipped(layer: nn.Module) -> Iterator[None]:
-    """While open, the layer gives back what it gets."""
-    own = layer.__dict__.get("forward")  # activation checkpointing puts one there
-    layer.forward = lambda x, *_, **__: (x, None, None)
-    try:
-        yield
-    finally:
-        if own is None:
-            del layer.forward
-        else:
-            layer.forward = own

@@ -7,9 +7,11 @@ layer is such a cut, but for its own weights alone. How the cut model answers is
 (observing/depth.py), so the model that was trained is scored cut and whole in one pass.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+from torch import nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.training.layer_causal import parse_layers
@@ -25,14 +27,22 @@ def layer_of_cut(layers: str | None, num_layers: int) -> int:
     return chosen[0]
 
 
-@contextmanager
-def cut_after(decoder: Any, layer: int) -> Iterator[None]:
+def cut_after(decoder: Any, layer: int) -> AbstractContextManager[None]:
     """While open, the layers above `layer` (from 0) hand on what they are given."""
-    above = list(decoder.layers)[layer + 1 :]
-    for module in above:
-        module.forward = lambda x, *_, **__: (x, None, None)
+    return skipped(list(decoder.layers)[layer + 1 :])
+
+
+@contextmanager
+def skipped(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, these layers of a decoder give back what they get."""
+    own = {layer: layer.__dict__.get("forward") for layer in layers}  # activation checkpointing puts one there
+    for layer in own:
+        layer.forward = lambda x, *_, **__: (x, None, None)
     try:
         yield
     finally:
-        for module in above:
-            del module.forward
+        for layer, forward in own.items():
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward

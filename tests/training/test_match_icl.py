@@ -8,11 +8,12 @@ import torch
 import fairseq_icl as fi
 from fairseq_icl.criterions.match_icl import MatchICL
 from fairseq_icl.errors import UserError
+from fairseq_icl.observing.probe import attention_outputs
 from fairseq_icl.prompts.build import FinetuningSequence, Prompts, Query
 from fairseq_icl.replication.configuration import compose_configuration, friendly
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.match_icl import attention_outputs, icl_targets, matching_losses
+from fairseq_icl.training.match_icl import icl_targets, matching_losses
 from tests.criterions.tiny_model import task
 from tests.prompts.samples import SENTIMENT, spec_of
 from tests.training.small_models import KINDS, SAMPLE, optimizer_of, small_model
