@@ -140,6 +140,7 @@ class Observer:
         log_probs = decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu()
         scores = layout.option_scores(log_probs)
         depth_scores = None if inner is None else scores_by_depth(model, layout, inner, scores)
+        demonstration_logprob = self._demonstration_logprob(queries)
         model.lm.train(was_training)
         _check_scores(scores, queries)
         top = log_probs[layout.first_row].topk(min(TOP_TOKENS, log_probs.size(1)), dim=1)
@@ -159,7 +160,7 @@ class Observer:
             training_queries=model.training_queries,
             method=model.method,
             init=model.init,
-            demonstration_logprob=self._demonstration_logprob(queries),
+            demonstration_logprob=demonstration_logprob,
         )
 
     def _demonstration_logprob(self, queries: Sequence[Query]) -> Tensor | None:
