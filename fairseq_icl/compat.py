@@ -312,6 +312,11 @@ def _slices_of_flat(halves: list[nn.Parameter], masters: dict[Any, nn.Parameter]
     return copies
 
 
+def flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
+    """(name, type, field) of one flag, for fairseq's dataclasses."""
+    return name, kind, field(default=default, metadata={"help": text, **metadata})
+
+
 def flags_of(component: str) -> list[tuple[str, Any, Any]]:
     """(name, type, field) of the settings that are flags of our task or of a criterion, for fairseq's dataclasses.
 
@@ -326,5 +331,5 @@ def flags_of(component: str) -> list[tuple[str, Any, Any]]:
                 text += f" (authors' code: {known.default}; paper: {known.paper}; default: as --reading says)"
                 default = None
             kind = Optional[kind] if known.optional or known.is_reading else kind  # noqa: UP045
-            flags.append((known.name, kind, field(default=default, metadata={"help": text})))
+            flags.append(flag(known.name, kind, default, text))
     return flags

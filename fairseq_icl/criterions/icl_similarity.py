@@ -17,7 +17,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_icl.compat import flags_of
+from fairseq_icl.compat import flag, flags_of
 from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models import Model
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
@@ -37,29 +37,25 @@ ORDER = ("accuracy", "rec2ftp", "rpa", "sim_aou", "sim_am", "alpha", "sim_", "re
 """Order of the summary: that of the papers."""
 
 
-def _flag(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
-    return name, kind, dataclasses.field(default=default, metadata={"help": text})
-
-
 ICLSimilarityConfig: Any = dataclasses.make_dataclass(
     "ICLSimilarityConfig",
     [
         *flags_of(NAME),
-        _flag(
+        flag(
             "metrics",
             TEXT,
             None,
             "comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)",
         ),
-        _flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
-        _flag(
+        flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
+        flag(
             "save_activations",
             TEXT,
             None,
             "write the observed activations to FILE.safetensors, in half precision as the authors did",
         ),
-        _flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
-        _flag(
+        flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
+        flag(
             "other_finetuned",
             TEXT,
             None,

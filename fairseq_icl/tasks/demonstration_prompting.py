@@ -13,7 +13,7 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II, MISSING
 
-from fairseq_icl.compat import TASK, flags_of
+from fairseq_icl.compat import TASK, flag, flags_of
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import BASE_REFERENCE
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files
@@ -30,19 +30,14 @@ from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 from fairseq_icl.training.step_sizes import equal_step_size
 
-
-def _flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tuple[str, Any, Any]:
-    return name, kind, field(default=default, metadata={"help": text, **metadata})
-
-
 TEXT = Optional[str]  # noqa: UP045 - what fairseq's parser knows
 DemonstrationPromptingConfig = make_dataclass(
     "DemonstrationPromptingConfig",
     [
-        _flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
-        _flag("dataset", str, MISSING, "name of a dataset of the catalogue (fairseq-icl datasets) or path of a YAML"),
+        flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
+        flag("dataset", str, MISSING, "name of a dataset of the catalogue (fairseq-icl datasets) or path of a YAML"),
         ("seed", int, field(default=II("common.seed"))),
-        _flag(
+        flag(
             "base_model",
             TEXT,
             None,
@@ -50,27 +45,27 @@ DemonstrationPromptingConfig = make_dataclass(
             "fairseq-validate: the one that the fine-tuned checkpoint names)",
             argparse_alias="--pretrained",
         ),
-        _flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
+        flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
         # fairseq's own flags; those of files do not admit None in its configuration: hence "".
         ("bpe", TEXT, field(default=None)),
-        _flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
-        _flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
-        _flag(
+        flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
+        flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
+        flag(
             "sentencepiece_model",
             str,
             "",
             "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)",
         ),
-        _flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
-        _flag(
+        flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
+        flag(
             "reading",
             ChoiceEnum(list(READINGS)),
             READINGS[0],
             "which reading of the protocol sets the flags that differ between the authors' code and the paper",
         ),
         *flags_of(FLAG_OF_TASK),
-        _flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
-        _flag(
+        flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
+        flag(
             "record_queries",
             bool,
             False,

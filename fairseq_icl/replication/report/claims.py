@@ -57,8 +57,8 @@ class Effect:
             Effect(self.place, 0.0, self.seeds, 0, self.freedom, self.by_seed, np.zeros(1)),
             Effect(self.place, 0.0, self.seeds, 0, self.freedom, np.zeros(1), self.by_example),
         )
-        limits = [part.interval() for part in parts]
-        return tuple((high - low) / 2 for low, high in limits)  # type: ignore[return-value]
+        of_seeds, of_examples = ((high - low) / 2 for low, high in (part.interval() for part in parts))
+        return of_seeds, of_examples
 
 
 @dataclass(frozen=True)
