@@ -299,6 +299,14 @@ def true_gradients(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[list
     return [copies[id(parameter)] for parameter in parameters], factor
 
 
+def loss_scale(optimizer: Any) -> float:
+    """What fairseq multiplies the loss with before `backward`: 1, or the scale of fp16 or of mixed precision."""
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is None:
+        return 1.0
+    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else scaler.loss_scale)
+
+
 def _slices_of_flat(halves: list[nn.Parameter], masters: dict[Any, nn.Parameter]) -> dict[int, Tensor]:
     """id of an fp16 parameter -> its part of the flat fp32 gradient, which lies in parameter order on each device."""
     copies: dict[int, Tensor] = {}

@@ -255,6 +255,13 @@ class Settings:
     layer_step_size: float | None = setting(
         None, "with layer_step=equal: |dW| / |W| of what learns in a layer, at every step", (TRAINING,), low=1e-12
     )
+    gradient_norms: str = setting(
+        "trained",
+        "whose gradients are recorded: of what learns, or also of all parameters of a layer, summed over tokens, as in "
+        "the second paper's heat maps",
+        (TRAINING,),
+        choices=("trained", "all"),
+    )
     train_parameters: str = setting(
         "self_attn.k_proj,self_attn.v_proj",
         "comma-separated parts of the names of the parameters that learn",

@@ -51,10 +51,11 @@ GRADIENT_COLUMNS = (
     "sample_size",
     "update",
     "weight",
+    "whole_layer",
 )
 """Columns of a gradient record; training/gradient_record.py makes it and says what they mean."""
-COLUMNS_BEFORE_STEPS = GRADIENT_COLUMNS[:-2]
-"""Those of records made before steps were recorded."""
+OLDER_GRADIENT_COLUMNS = (GRADIENT_COLUMNS[:-1], GRADIENT_COLUMNS[:-3])
+"""Those of records made before whole layers were looked at, and before steps were."""
 GRADIENT_METADATA = b"fairseq_icl_gradients"
 CURVE_COLUMNS = ("demonstrations", "metric", "value", "low", "high")
 """Columns of the curves over the demonstrations; training/dynamics.py makes them."""
@@ -170,7 +171,7 @@ def read_gradient_record(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]
     try:
         table = pq.read_table(path)
         described = (table.schema.metadata or {}).get(GRADIENT_METADATA)
-        if described is None or tuple(table.column_names) not in (GRADIENT_COLUMNS, COLUMNS_BEFORE_STEPS):
+        if described is None or tuple(table.column_names) not in (GRADIENT_COLUMNS, *OLDER_GRADIENT_COLUMNS):
             raise UserError(f"{path}: not a gradient record; make it with --record-gradients")
         record = table.to_pandas(ignore_metadata=True).reindex(columns=list(GRADIENT_COLUMNS))
         return record, dict(json.loads(described))
@@ -204,6 +205,13 @@ def step_size_matrix(record: pd.DataFrame) -> np.ndarray | None:
     if record["update"].isna().any():
         return None
     return heatmap_matrix(record, "update") / heatmap_matrix(record, "weight")
+
+
+def whole_layer_matrix(record: pd.DataFrame) -> np.ndarray | None:
+    """(steps, layers): l2 norm of the gradient of all parameters of a layer, summed over tokens; None: not recorded."""
+    if record["whole_layer"].isna().any():
+        return None
+    return record.groupby(["step", "layer"])["whole_layer"].first().unstack("layer").sort_index().to_numpy()
 
 
 def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -> str:

@@ -25,10 +25,9 @@ from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.training.gradient_record import GradientRecorder
-from fairseq_icl.training.gradients import GradientControl, layer_limits
+from fairseq_icl.training.gradients import GradientControl, gradient_control
 from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
-from fairseq_icl.training.step_sizes import equal_step_size
 
 TEXT = Optional[str]  # noqa: UP045 - what fairseq's parser knows
 DemonstrationPromptingConfig = make_dataclass(
@@ -191,34 +190,38 @@ class DemonstrationPromptingTask(FairseqTask):
         if self.cfg.record_queries and not ignore_grad:
             for row, tokens in zip(sample["rows"], sample["tokens"], strict=True):
                 self.training_queries[row] = observe_training_queries(model, tokens)
-        if getattr(criterion, "sequential", False) and not ignore_grad:
-            if self._step[0]:
-                raise UserError("--update-freq: sequential updates are of one batch each; leave it at 1")
-            control = self._control(model)
-            loss, sample_size, logs = sequential_step(sample, model, criterion, optimizer, update_num, control)
-        else:
-            loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
-        if not ignore_grad:
-            value = float(loss.detach())
-            self._control(model).check_finite(optimizer, value, sample["rows"])
-            rows, loss_sum, size = self._step
-            self._step = (rows + sample["rows"], loss_sum + value, size + int(sample_size))
+        if ignore_grad:
+            return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+        control = self._control(model)
+        first = control.begins_update()
+        if first:
+            self._step = ([], 0.0, 0)
+        with control.watching(optimizer, first=first):
+            if getattr(criterion, "sequential", False):
+                if not first:
+                    raise UserError("--update-freq: sequential updates are of one batch each; leave it at 1")
+                loss, sample_size, logs = sequential_step(sample, model, criterion, optimizer, update_num, control)
+            else:
+                loss, sample_size, logs = super().train_step(sample, model, criterion, optimizer, update_num)
+        value = float(loss.detach())
+        control.check_finite(optimizer, value, sample["rows"])
+        rows, loss_sum, size = self._step
+        self._step = (rows + sample["rows"], loss_sum + value, size + int(sample_size))
         return loss, sample_size, logs
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         """Gradients are final here (averaged and clipped): limit and record them per layer, then step."""
         self._control(model).before_step(optimizer, update_num, self._step)
-        self._step = ([], 0.0, 0)
         super().optimizer_step(optimizer, model, update_num)
         self._control(model).after_update()
 
     def _control(self, model: BaseFairseqModel) -> GradientControl:
         if self.control is None:
-            settings, path = self.settings, self.cfg.record_gradients
-            limits = layer_limits(settings.layer_clip, settings.layer_clip_value, model.decoder)
+            path = self.cfg.record_gradients
+            if path is None and self.settings.gradient_norms == "all":
+                raise UserError("--gradient-norms all: has no effect without --record-gradients FILE")
             recorder = GradientRecorder(model.decoder, Path(path)) if path else None
-            size = equal_step_size(settings)
-            self.control = GradientControl(model.decoder, settings.layer_clip, limits, recorder, size)
+            self.control = gradient_control(model.decoder, self.settings, recorder, linearized=self.cfg.linearize)
         return self.control
 
     def valid_step(self, sample: dict[str, Any], model: BaseFairseqModel, criterion: Any) -> Any:

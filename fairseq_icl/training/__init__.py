@@ -33,10 +33,9 @@ from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
 from fairseq_icl.training.gradient_record import GradientRecorder
-from fairseq_icl.training.gradients import GradientControl, layer_limits
+from fairseq_icl.training.gradients import gradient_control
 from fairseq_icl.training.methods import Method, get_method, method_names, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
-from fairseq_icl.training.step_sizes import equal_step_size
 
 __all__ = ["fairseq_config", "fine_tuned"]
 
@@ -114,8 +113,9 @@ def _train(
     choose_what_learns(lm, settings)
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
-    bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, learner.decoder, limits)
-    task.control = GradientControl(learner.decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings))
+    task.control = gradient_control(
+        learner.decoder, settings, recorder, limits, linearized=isinstance(learner, LinearizedLM)
+    )
     changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
     base = model if learner is not lm else model.under({name: lm.get_parameter(name).data for name in lm.trained_names})
     now = dataclasses.replace(model.under(None, method.name), **changed)

@@ -11,6 +11,9 @@ The record is a tidy table, one row for a step, a layer and a parameter:
     sample_size    what the gradient was divided by: the number of scored tokens
     update         l2 norm of the change that the update made, |dW|
     weight         l2 norm of the parameter before it, |W|
+    whole_layer    l2 norm of the gradient of all parameters of the layer, frozen ones too, summed over tokens and
+                   before any clipping (training/whole_layers.py; missing unless gradient_norms=all): the same in all
+                   rows of a step and layer
 
 so that the relative size of a layer's step is root(sum update^2) / root(sum weight^2) over its parameters.
 
@@ -19,6 +22,7 @@ taken for that of another model.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -80,7 +84,7 @@ class GradientRecorder:
         parameters = trained_parameters(decoder)
         self.layers = [layer for layer, _, _ in parameters]
         self.parameters = [name for _, name, _ in parameters]
-        self.steps: list[tuple[int, str, list[float], float, int, list[float], list[float]]] = []
+        self.steps: list[tuple[int, str, list[float], float, int, list[float], list[float], list[float]]] = []
         self._written = 0
         if path is not None:  # also at the end of a process of torch.multiprocessing, where atexit does nothing
             Finalize(self, self.flush, exitpriority=1)
@@ -94,11 +98,16 @@ class GradientRecorder:
         sample_size: int,
         updates: Sequence[float],
         weights: Sequence[float],
+        whole_layers: Sequence[float] | None = None,
     ) -> None:
-        """Take in one step; `norms`, `updates` and `weights` are in the order of the trained parameters."""
+        """Take in one step; `norms`, `updates` and `weights` are in the order of the trained parameters.
+
+        `whole_layers` has one norm a layer.
+        """
+        whole = [math.nan if whole_layers is None else whole_layers[layer] for layer in self.layers]
         if self.path is not None and not self.steps and step > 0:
             self._resume(self.path, step)
-        self.steps.append((step, demonstration, norms, loss_sum, sample_size, list(updates), list(weights)))
+        self.steps.append((step, demonstration, norms, loss_sum, sample_size, list(updates), list(weights), whole))
         # Small records are written at every step; large ones when they have grown by a part, and in `flush`.
         rows = len(self.steps) * len(self.layers)
         if rows <= ROWS_WRITTEN_EVERY_STEP or len(self.steps) > 1.1 * self._written:
@@ -115,8 +124,8 @@ class GradientRecorder:
 
     def table(self) -> pd.DataFrame:
         """All steps so far."""
-        columns_of_steps = zip(*self.steps, strict=True) if self.steps else [()] * 7
-        step, demonstration, norms, loss_sum, sample_size, updates, weights = columns_of_steps
+        columns_of_steps = zip(*self.steps, strict=True) if self.steps else [()] * 8
+        step, demonstration, norms, loss_sum, sample_size, updates, weights, whole_layers = columns_of_steps
         width, height = len(self.layers), len(self.steps)
         columns = (
             np.repeat(np.array(step, dtype=np.int64), width),
@@ -128,6 +137,7 @@ class GradientRecorder:
             np.repeat(np.array(sample_size, dtype=np.int64), width),
             np.array(updates, dtype=np.float64).reshape(-1),
             np.array(weights, dtype=np.float64).reshape(-1),
+            np.array(whole_layers, dtype=np.float64).reshape(-1),
         )
         return pd.DataFrame(dict(zip(GRADIENT_COLUMNS, columns, strict=True)))
 
@@ -140,7 +150,7 @@ class GradientRecorder:
             if rows["parameter"].tolist() != self.parameters or rows["layer"].tolist() != self.layers:
                 raise UserError(f"--record-gradients {path}: holds another run; move it away")
             first = rows.iloc[0]
-            moved = (rows["update"].tolist(), rows["weight"].tolist())
+            moved = (rows["update"].tolist(), rows["weight"].tolist(), rows["whole_layer"].tolist())
             norms, loss = rows["norm"].tolist(), first["loss_sum"]
             self.steps.append((int(number), first["demonstration"], norms, loss, first["sample_size"], *moved))
 

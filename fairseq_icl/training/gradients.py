@@ -5,6 +5,7 @@ The task calls `GradientControl.before_step` when an update's gradient is final 
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -16,8 +17,10 @@ from torch import Tensor
 from fairseq_icl.compat import true_gradients
 from fairseq_icl.errors import UserError
 from fairseq_icl.results import heatmap_matrix
+from fairseq_icl.settings import Settings
 from fairseq_icl.training.gradient_record import GradientRecorder, checked_record, trained_parameters
-from fairseq_icl.training.step_sizes import StepSizes, norms_of
+from fairseq_icl.training.step_sizes import StepSizes, equal_step_size, norms_of
+from fairseq_icl.training.whole_layers import WholeLayers
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
@@ -36,11 +39,14 @@ class GradientControl:
         limits: Limits | None = None,
         recorder: GradientRecorder | None = None,
         step_size: float | None = None,
+        whole_layers: WholeLayers | None = None,
     ) -> None:
         """`clip` and `limits` (of `layer_limits`) bound each layer's gradient; `recorder` keeps norms and steps.
 
         `step_size` is the relative size |dW| / |W| that every layer's step gets; None: what the learning rate gives.
+        `whole_layers` looks at the gradients of all parameters of a layer, for the record.
         """
+        self.whole_layers = whole_layers
         self.num_layers = len(decoder.layers)
         self.trained = trained_parameters(decoder)
         self.clip = clip
@@ -87,8 +93,20 @@ class GradientControl:
         if self.steps is not None and self._made is not None:
             moved = self.steps.after_update()
             if self.recorder is not None:
-                self.recorder.add(*self._made, moved.updates, moved.weights)
+                whole = None if self.whole_layers is None else self.whole_layers.norms
+                self.recorder.add(*self._made, moved.updates, moved.weights, whole)
         self._made = None
+
+    def watching(self, optimizer: FairseqOptimizer, *, first: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a batch; `first`: it is the first of its update."""
+        return nullcontext() if self.whole_layers is None else self.whole_layers.watching(optimizer, first=first)
+
+    def begins_update(self) -> bool:
+        """Whether the next batch is the first of an update: fairseq has thrown all gradients away.
+
+        It does so before every update, and also after an overflow in half precision, when no step was taken.
+        """
+        return all(parameter.grad is None for _, _, parameter in self.trained)
 
     def check_finite(self, optimizer: FairseqOptimizer, loss: float, rows: list[int]) -> None:
         """Right after backward: a UserError that names layers and demonstrations if loss or gradient is not finite.
@@ -138,6 +156,20 @@ class GradientControl:
 
 def _named(rows: list[int]) -> str:
     return f"demonstration {', '.join(map(str, rows))} (row of the train file)"
+
+
+def gradient_control(
+    decoder: Any,
+    settings: Settings,
+    recorder: GradientRecorder | None = None,
+    limits: pd.DataFrame | None = None,
+    *,
+    linearized: bool = False,
+) -> GradientControl:
+    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value."""
+    bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
+    whole = WholeLayers(decoder, linearized=linearized) if settings.gradient_norms == "all" else None
+    return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole)
 
 
 def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFrame | None = None) -> Limits:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.models.files import load_dictionary
-from fairseq_icl.results import heatmap_matrix, read_gradient_record
+from fairseq_icl.results import heatmap_matrix, read_gradient_record, whole_layer_matrix
 from tests.commands import assert_one_clear_line, succeeded
 from tests.world import World, save_model
 
@@ -13,7 +13,8 @@ from tests.world import World, save_model
 @pytest.fixture(scope="module")
 def vanilla_record(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vanilla")
-    succeeded(world.train(folder, "--record-gradients", folder / "record.parquet"))
+    record = ("--record-gradients", folder / "record.parquet", "--gradient-norms", "all")
+    succeeded(world.train(folder, *record))
     return folder / "record.parquet"
 
 
@@ -27,8 +28,16 @@ def test_layers_are_held_to_the_norms_of_vanilla_fine_tuning(world: World, vanil
     assert "loss_layer_2" not in result.text
     norms = heatmap_matrix(read_gradient_record(tmp_path / "record.parquet")[0])  # (steps, layers)
     assert norms.shape == heatmap_matrix(read_gradient_record(vanilla_record)[0]).shape == (6, 3)
+    whole = whole_layer_matrix(read_gradient_record(vanilla_record)[0])
+    assert whole is not None
+    assert (whole > heatmap_matrix(read_gradient_record(vanilla_record)[0])).all()
+    assert whole_layer_matrix(read_gradient_record(tmp_path / "record.parquet")[0]) is None
     assert (norms[:, :2] > 0).all()
     assert (norms[:, 2] == 0).all()
+
+
+def test_whole_layers_without_a_record_end_in_one_line(world: World, tmp_path: Path):
+    assert_one_clear_line(world.train(tmp_path, "--gradient-norms", "all"), "--gradient-norms", "--record-gradients")
 
 
 def test_layer_range_outside_the_model_ends_in_one_line(world: World, tmp_path: Path):

@@ -94,10 +94,12 @@ def test_the_clipping_sweep_stands_beside_the_authors(run: Run):
 def test_gradients_of_gd_are_on_a_linear_scale_and_those_of_lcgd_on_a_logarithmic_one(run: Run):
     grid = np.ones((4, 24))
     keys = {method: f"sst2pretrained{method}1" for method in ("gd", "lcgd")}
-    charts = list(gradient_norms(replace(run, gradients=dict.fromkeys(keys.values(), grid)), "1.3b"))
-    assert [chart.panels[0].logarithmic for chart in charts] == [False, True]
+    grids = {"gradients": dict.fromkeys(keys.values(), grid), "whole_layers": dict.fromkeys(keys.values(), 9 * grid)}
+    charts = list(gradient_norms(replace(run, **grids), "1.3b"))
+    assert [chart.panels[0].logarithmic for chart in charts] == [False, True, False, True]
+    assert [float(chart.panels[0].grid.mean()) for chart in charts] == [1, 1, 9, 9]
     assert charts[0].panels[0].grid.shape == (24, 4)
-    assert len(list(drawings(charts))) == 2
+    assert len(list(drawings(charts))) == 4
 
 
 def logged_run(folder: Path, **changes: object) -> Run:

@@ -1,6 +1,6 @@
 """The figures. A new one is a function (run, model) -> charts, added to FIGURES; page and print follow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -166,30 +166,37 @@ def partition(run: Run, model: str) -> Iterator[Chart]:
 
 
 def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
-    """Heat maps layer x step, a panel a dataset, a figure an init and method; the first seed."""
+    """Heat maps layer x step, a panel a dataset, a figure an init and method; the first seed. In both norms."""
+    ours = "Gradient of keys and values of each layer at each step, averaged over the scored tokens."
+    theirs = (
+        "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, summed over "
+        "the scored tokens (docs/protocol.md)."
+    )
+    yield from _heat_maps(run, model, run.gradients, "gradients", "Gradient norms", ours)
+    yield from _heat_maps(run, model, run.whole_layers, "whole_gradients", "Gradient norms of whole layers", theirs)
+
+
+def _heat_maps(
+    run: Run, model: str, grids: Mapping[str, np.ndarray], name: str, title: str, text: str
+) -> Iterator[Chart]:
+    """`grids` have (steps, layers) by the keys of cells."""
     known = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "")]
-    known = known[known["key"].isin(run.gradients)].drop_duplicates(["init", "method", "dataset"])
+    known = known[known["key"].isin(grids)].drop_duplicates(["init", "method", "dataset"])
     for (init, method), group in known.groupby(["init", "method"], sort=False):
         tags = {"init": init, "method": method}
         panels = [
             Panel(
                 cell.dataset,
-                grid=run.gradients[cell.key].T,  # (layers, steps)
+                grid=grids[cell.key].T,  # (layers, steps)
                 logarithmic=method not in LINEAR,
                 tags=tags | {"dataset": cell.dataset},
             )
             for cell in group.itertuples()
         ]
-        caption = (
-            f"{model}, {init}, first seed. Gradient of keys and values of each layer at each step, averaged over the "
-            "scored tokens. The second paper's own heat maps take all parameters of a layer and sum over tokens, so "
-            "that their numbers are larger (docs/protocol.md)."
-        )
-        title = f"Gradient norms of {method} ({init})"
         yield Chart(
-            f"gradients_{model}_{init}_{method}",
-            title,
-            caption,
+            f"{name}_{model}_{init}_{method}",
+            f"{title} of {method} ({init})",
+            f"{model}, {init}, first seed. {text}",
             panels,
             "demonstration (training step)",
             "layer",

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
 from fairseq_icl.replication.store import Store
-from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record, step_size_matrix
+from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record, step_size_matrix, whole_layer_matrix
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds and permutations are averaged over."""
@@ -39,6 +39,8 @@ class Run:
     """Names of the published tables to show."""
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
+    whole_layers: dict[str, np.ndarray] = field(default_factory=dict)
+    """The same of all parameters of a layer, summed over tokens; of cells with gradient_norms=all."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a model -> what `model` was in the configuration."""
     curves: dict[str, pd.DataFrame] = field(default_factory=dict)
@@ -137,6 +139,7 @@ def load_run(folder: str | Path) -> Run:
     shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
     sizes = {key: step_size_matrix(record) for key, record in records.items()}
+    whole = {key: whole_layer_matrix(record) for key, record in records.items()}
     return Run(
         folder=Path(folder),
         planned=planned,
@@ -148,8 +151,13 @@ def load_run(folder: str | Path) -> Run:
         models={str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)},
         curves=curves,
         step_sizes={key: size for key, size in sizes.items() if size is not None},
+        whole_layers={key: norms for key, norms in whole.items() if norms is not None},
         steps={key: steps_of(record) for key, record in records.items()},
     )
+
+
+BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
+"""What a run has by the keys of cells (or the names of models)."""
 
 
 def side_by_side(runs: Sequence[Run]) -> Run:
@@ -176,7 +184,7 @@ def side_by_side(runs: Sequence[Run]) -> Run:
         experiments=list(dict.fromkeys(name for run in renamed for name in run.experiments)),
         tables=list(dict.fromkeys(name for run in renamed for name in run.tables)),
         folders=folders,
-        **{name: joined(name) for name in ("configurations", "gradients", "models", "curves", "step_sizes", "steps")},
+        **{name: joined(name) for name in BY_KEY},
     )
 
 
