@@ -53,8 +53,14 @@ class Drawing:
 
     def save(self, target: Any, **options: Any) -> None:
         """Write the figure to a path or file; the same numbers give the same bytes."""
+        figure = self.figure
         with mpl.rc_context(STYLE):
-            self.figure.savefig(target, **options)
+            figure.set_dpi(options.get("dpi", figure.get_dpi()))
+            layout = figure.get_layout_engine()
+            if layout is not None:  # savefig would draw everything twice to lay it out
+                layout.execute(figure)
+                figure.set_layout_engine("none")
+            figure.savefig(target, **options)
 
 
 def panels(names: list[str]) -> tuple[Figure, list[Axes]]:
