@@ -88,6 +88,18 @@ def rule_of(module: Any) -> Rule:
     return rule
 
 
+def projected(module: Any, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (scaled), keys and values of fairseq's attention, (B, H, T, D) each, for what it receives, x (T, B, d).
+
+    Where x starts plays no part in it. They are views of (T, B, H, D): the products read x as it lies in memory, and
+    nothing is copied.
+    """
+    heads = (module.num_heads, module.head_dim)
+    query, key, value = module.q_proj(x) * module.scaling, module.k_proj(x), module.v_proj(x)
+    query, key, value = (part.unflatten(2, heads).permute(1, 2, 0, 3) for part in (query, key, value))
+    return query, key, value
+
+
 class RuledAttention(nn.Module):
     """fairseq's causal self-attention under another rule, with its parameters and their names.
 
@@ -109,11 +121,7 @@ class RuledAttention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of x (T, B, d): (B, H, T, D) each; `start`, the position, plays no part."""
-        rows = x.transpose(0, 1)  # (B, T, d)
-        heads = (self.num_heads, self.head_dim)
-        query = (self.q_proj(rows) * self.scaling).unflatten(2, heads).transpose(1, 2)
-        key = self.k_proj(rows).unflatten(2, heads).transpose(1, 2)
-        return query, key, self.v_proj(rows).unflatten(2, heads).transpose(1, 2)
+        return projected(self, x, start)
 
     def forward(
         self,

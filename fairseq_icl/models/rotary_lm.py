@@ -160,15 +160,14 @@ class RotaryAttention(nn.Module):
         Normed where the model does so, rotated, and key/value heads repeated for every query head: a score is
         query . key and nothing else.
         """
-        rows = x.transpose(0, 1)  # (B, T, d)
-        query = self.q_proj(rows).unflatten(2, (self.num_heads, self.head_dim))
-        key = self.k_proj(rows).unflatten(2, (self.num_key_value_heads, self.head_dim))
-        value = self.v_proj(rows).unflatten(2, (self.num_key_value_heads, self.head_dim))
+        query = self.q_proj(x).unflatten(2, (self.num_heads, self.head_dim))  # (T, B, H, D)
+        key = self.k_proj(x).unflatten(2, (self.num_key_value_heads, self.head_dim))
+        value = self.v_proj(x).unflatten(2, (self.num_key_value_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # (B, H, T, D)
         cos, sin = self.table.rows(start, start + x.size(0), query)
-        query = rotate(query.transpose(1, 2), cos, sin) * self.scaling
-        key, value = rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
+        query, key = rotate(query, cos, sin) * self.scaling, rotate(key, cos, sin)
         groups = self.num_heads // self.num_key_value_heads
         return query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor
 
@@ -20,13 +19,11 @@ from fairseq_icl.observing.probe import Attention, attention_modules, is_plain, 
 
 PIECE = 256
 """Tokens of a context that run at once."""
-WIDENED = 8
-"""Dimensions that keys and values of a prefix have more than in the model."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values of a context of P tokens, per layer (H, P + 1, D + 8); see `with_slot` for the additions."""
+    """Keys and values of a context of P tokens, per layer (H, P, D)."""
 
     length: int
     keys: tuple[Tensor, ...]
@@ -34,15 +31,11 @@ class Prefix:
     momenta: tuple[Tensor | None, ...]
     """Per layer (H, 1, D): the momentum that the first token behind the context gets; None without momentum."""
 
-    def tokens_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer as they are in the model: (H, P, D) each."""
-        return self.keys[layer][:, :-1, :-WIDENED], self.values[layer][:, :-1, :-WIDENED]
-
     def scores(self, query: Tensor) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context, summed over the heads: (n, L, P)."""
         layers = []
         for layer, vectors in enumerate(query.unbind(1)):
-            keys = self.tokens_of(layer)[0].transpose(0, 1).flatten(1)  # (P, d), heads concatenated
+            keys = self.keys[layer].transpose(0, 1).flatten(1)  # (P, d), heads concatenated
             layers.append(vectors @ keys.T)
         return torch.stack(layers, dim=1)
 
@@ -59,7 +52,7 @@ def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
     """Run the context once and keep the keys and values of every layer."""
     empty = []
     for module in attention_modules(decoder):
-        empty.append(with_slot(module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim)))
+        empty.append(module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim))
     return extend_prefix(decoder, Prefix(0, tuple(empty), tuple(empty), (None,) * len(empty)), context)
 
 
@@ -71,12 +64,12 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     keys, values, momenta = list(prefix.keys), list(prefix.values), list(prefix.momenta)
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
-        start = keys[layer].size(1) - 1
+        start = keys[layer].size(1)
         output, key, value = joint_attention(module, x, start, keys[layer], values[layer], momenta[layer])
         if rule_of(module).momentum:
             momenta[layer] = decayed_sum(value[0], rule_of(module).momentum, momenta[layer])[1]
-        keys[layer] = torch.cat([keys[layer][:, :-1], with_slot(key[0])], dim=1)
-        values[layer] = torch.cat([values[layer][:, :-1], with_slot(value[0])], dim=1)
+        keys[layer] = torch.cat([keys[layer], key[0]], dim=1)
+        values[layer] = torch.cat([values[layer], value[0]], dim=1)
         return output
 
     tokens = torch.tensor([more], device=keys[0].device)
@@ -98,17 +91,6 @@ def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> tuple[Te
     return features, extra["inner_states"]
 
 
-def with_slot(tokens: Tensor) -> Tensor:
-    """Keys or values (H, P, D) with one more token, zero but for a 1 in one more dimension: (H, P + 1, D + 8).
-
-    A query that ends in c scores c on this slot and its old scores on the rest. Of the eight dimensions added seven
-    are zeros: GPU kernels want widths that are multiples of eight.
-    """
-    wide = F.pad(tokens, (0, WIDENED, 0, 1))
-    wide[:, -1, -WIDENED] = 1
-    return wide
-
-
 def joint_attention(
     module: Attention,
     x: Tensor,
@@ -124,34 +106,52 @@ def joint_attention(
     query, key, value = queries_keys_values(module, x, start)  # (B, H, T, D) each
     rule = rule_of(module)
     if rule.linear:  # nothing normalises over both parts: they add
-        keys, values = prefix_keys[:, :-1, :-WIDENED], prefix_values[:, :-1, :-WIDENED]  # (H, P, D)
-        attended = (query @ keys.transpose(1, 2)) @ values + (query @ key.transpose(2, 3)).tril() @ value
+        own = (query @ key.transpose(2, 3)).tril() @ value
+        attended = (query @ prefix_keys.transpose(1, 2)) @ prefix_values + own
     else:
         attended = joint_softmax(query, key, value, prefix_keys, prefix_values)
     if rule.momentum:
         state = None if momentum is None else momentum.expand(x.size(1), -1, -1, -1)
         attended = attended + decayed_sum(value, rule.momentum, state)[0]
-    return module.out_proj(attended.transpose(1, 2).flatten(2)).transpose(0, 1), key, value
+    return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), key, value
 
 
 def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor, prefix_values: Tensor) -> Tensor:
-    """Softmax attention of tokens (B, H, T, D) to a prefix (H, P + 1, D + 8) and to their own past: (B, H, T, D).
+    """Softmax attention of tokens (B, H, T, D) to a prefix (H, P, D) and to their own past: (B, H, T, D).
 
-    The own part is computed first: o = softmax(s) v and c = logsumexp(s) of its scores s. With c in the slot of the
-    prefix, one fused pass over prefix and slot normalises over both parts: it gives the prefix's share of the output,
-    and in the slot the weight that o has to get. The prefix meets the rows of all queries at once, never a copy of it
-    for each, and no map of scores (B * T, P) is formed.
+    Each part by itself first, with the logarithm of its softmax's denominator: the share of a part in the whole is its
+    share of the two denominators' sum. The prefix meets the rows of all queries at once, never a copy of it for each.
     """
-    length = query.size(2)
-    future = torch.full((length, length), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-    scores = query @ key.transpose(2, 3) + future  # (B, H, T, T)
-    total = scores.logsumexp(dim=3, keepdim=True)  # (B, H, T, 1)
-    own = (scores - total).exp() @ value  # (B, H, T, D)
-    wide = F.pad(torch.cat([query, total], dim=3), (0, WIDENED - 1)).transpose(0, 1)  # (H, B, T, D + 8)
-    seen = F.scaled_dot_product_attention(wide.flatten(1, 2)[None], prefix_keys[None], prefix_values[None], scale=1.0)
-    seen = seen[0].unflatten(1, wide.shape[1:3]).transpose(0, 1)  # (B, H, T, D + 8)
-    share, slot = seen[..., :-WIDENED], seen[..., -WIDENED, None]
-    return share + slot * own
+    own, own_total = softmax_attention(query, key, value, causal=True)
+    if prefix_keys.size(1) == 0:
+        return own
+    batch, _, length, _ = query.shape
+    rows = query.permute(1, 2, 0, 3).flatten(1, 2)  # (H, T * B, D): in this order a view, see `projected`
+    seen, total = softmax_attention(rows[None], prefix_keys[None], prefix_values[None], causal=False)
+    seen = seen[0].unflatten(1, (length, batch)).permute(2, 0, 1, 3)  # (B, H, T, D)
+    total = total[0].unflatten(1, (length, batch)).permute(2, 0, 1)  # (B, H, T)
+    return torch.lerp(seen, own, torch.sigmoid(own_total - total)[..., None].to(own))
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of (B, H, T, D) to (B, H, K, D), and logsumexp of its scores, (B, H, T).
+
+    On a processor by PyTorch's fused kernel, which has this logarithm; its public function keeps it to itself.
+    """
+    if query.device.type != "cpu":
+        return attention_by_formula(query, key, value, causal=causal)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attended, total = fused(query, key, value, 0.0, causal, scale=1.0)
+    return attended, total
+
+
+def attention_by_formula(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same with all scores in memory, summed in fp32 or better."""
+    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))  # (B, H, T, K)
+    if causal:
+        scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
+    total = scores.logsumexp(dim=3)
+    return (scores - total[..., None]).exp().to(value) @ value, total
 
 
 @contextmanager

@@ -6,12 +6,15 @@ output. The model's outputs do not change by one bit.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
+
+from fairseq_icl.models.attention import projected
 
 Attention = Any
 """A self-attention module: fairseq's, or one with `queries_keys_values` (see there), `out_proj`, `num_heads`."""
@@ -44,15 +47,10 @@ def queries_keys_values(module: Attention, x: Tensor, start: int) -> tuple[Tenso
     `x` (T, B, d) is what the module receives, `start` the number of positions before it (for rotary positions).
     Another family's module has a method of this name; fairseq's own does not care about positions.
     """
-    if not isinstance(module, MultiheadAttention):
+    if hasattr(module, "queries_keys_values"):
         query, key, value = module.queries_keys_values(x, start)
         return query, key, value
-    rows = x.transpose(0, 1)  # (B, T, d)
-    heads = (module.num_heads, module.head_dim)
-    query = (module.q_proj(rows) * module.scaling).unflatten(2, heads).transpose(1, 2)
-    key = module.k_proj(rows).unflatten(2, heads).transpose(1, 2)
-    value = module.v_proj(rows).unflatten(2, heads).transpose(1, 2)
-    return query, key, value
+    return projected(module, x, start)
 
 
 class AttentionRecord(NamedTuple):
@@ -76,15 +74,17 @@ class AttentionProbe:
         self.sequences = sequences  # (n,)
         self.positions = positions  # (n,)
         self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._projected: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._open = ExitStack()
 
     def __enter__(self) -> "AttentionProbe":
-        self._hooks = [module.register_forward_hook(self._look, with_kwargs=True) for module in self.modules]
+        for module in self.modules:
+            self._open.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
+            self._open.enter_context(self._listening(module))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._open.close()
 
     def record(self) -> AttentionRecord:
         """The last forward pass, layers stacked."""
@@ -94,15 +94,33 @@ class AttentionProbe:
     def _look(self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> None:
         x = _input(args, kwargs)  # (T, B, d)
         output = result[0][self.positions, self.sequences]  # (n, d)
-        if isinstance(module, MultiheadAttention):
+        projections = self._projected.pop(module, None)
+        if projections is None and isinstance(module, MultiheadAttention):
             query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
             scores = key_scores(module, query, x[:, self.sequences])
         else:
-            queries, keys, _ = queries_keys_values(module, x, self.start)
+            queries, keys = projections or queries_keys_values(module, x, self.start)[:2]
             query = queries[self.sequences, :, self.positions]  # (n, H, D)
             scores = torch.einsum("nhd,nhkd->nhk", query, keys[self.sequences])
             query = query.flatten(1)
         self._seen[module] = (output, query, scores)
+
+    @contextmanager
+    def _listening(self, module: Attention) -> Iterator[None]:
+        """While open, keep what `queries_keys_values` answers in the pass itself: half of what `_look` asks for."""
+        is_fairseqs = isinstance(module, MultiheadAttention)
+        answer = partial(projected, module) if is_fairseqs else module.queries_keys_values
+
+        def remembering(x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = answer(x, start)
+            self._projected[module] = query, key
+            return query, key, value
+
+        module.queries_keys_values = remembering
+        try:
+            yield
+        finally:
+            del module.queries_keys_values
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

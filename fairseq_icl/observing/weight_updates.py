@@ -48,8 +48,5 @@ def observe_weight_updates(
 
 def _prefix_matrices(prefix: Prefix) -> Tensor:
     """V'^T K' of the context without its BOS, which the zero-shot prompt has too: (L, H, D, D)"""
-    layers = []
-    for layer in range(len(prefix.keys)):
-        keys, values = prefix.tokens_of(layer)
-        layers.append(values[:, 1:].transpose(1, 2) @ keys[:, 1:])
-    return torch.stack(layers)
+    pairs = zip(prefix.keys, prefix.values, strict=True)
+    return torch.stack([values[:, 1:].transpose(1, 2) @ keys[:, 1:] for keys, values in pairs])

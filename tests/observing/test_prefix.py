@@ -5,9 +5,16 @@ import torch
 
 from fairseq_icl.observing import Observer
 from fairseq_icl.observing import prefix as prefix_module
-from fairseq_icl.observing.prefix import features_on_prefix, run_prefix, supports_prefix
-from fairseq_icl.observing.probe import attention_modules
+from fairseq_icl.observing.prefix import (
+    attention_by_formula,
+    features_on_prefix,
+    run_prefix,
+    softmax_attention,
+    supports_prefix,
+)
+from fairseq_icl.observing.probe import AttentionProbe, attention_modules
 from tests.observing.tiny import CONTEXT, as_model, look, make_prompts, make_queries, tiny_model
+from tests.training.small_models import small_model
 
 KINDS = {
     "sinusoidal": {},
@@ -80,3 +87,28 @@ def test_prefix_has_the_length_of_its_context() -> None:
     for context in (CONTEXT, CONTEXT[:-1], (0,)):
         observer = Observer(as_model(tiny_model()), make_prompts(context=context), in_context=True)
         assert observer.prefix.length == len(context)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_by_formula_is_the_fused_one(dtype: torch.dtype, causal: bool) -> None:
+    query, key, value = torch.randn(3, 2, 4, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rough = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    fused = softmax_attention(query, key, value, causal=causal)
+    for mine, theirs in zip(attention_by_formula(query, key, value, causal=causal), fused, strict=True):
+        torch.testing.assert_close(mine, theirs, **rough)
+
+
+@pytest.mark.parametrize("kind", ["fairseq", "rotary"])
+@torch.no_grad()
+def test_nothing_is_projected_twice(kind: str) -> None:
+    decoder = small_model(kind).decoder
+    prefix = run_prefix(decoder, (0, 5, 6))
+    calls: list[torch.Size] = []
+    for module in attention_modules(decoder):
+        module.k_proj.register_forward_hook(lambda _, args, __: calls.append(args[0].shape))
+    with AttentionProbe(decoder, torch.tensor([0, 1]), torch.tensor([3, 2]), start=prefix.length) as probe:
+        features_on_prefix(decoder, TOKENS % 12, prefix)
+    assert len(calls) == len(decoder.layers)
+    assert probe.record().scores.size(3) == TOKENS.size(1)
+    assert all(not hasattr(module, "queries_keys_values") or kind == "rotary" for module in attention_modules(decoder))

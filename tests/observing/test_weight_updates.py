@@ -42,7 +42,7 @@ def test_updates_are_sums_of_outer_products() -> None:
     for layer in range(3):
         change = tuned.evaluate(lambda layer=layer: matrix(layer)) - matrix(layer)
         torch.testing.assert_close(updates.ft[1, layer, 1], change, rtol=1e-4, atol=1e-4)
-        keys, values = prefix.tokens_of(layer)
+        keys, values = prefix.keys[layer], prefix.values[layer]
         icl = values[1, 1:].T @ keys[1, 1:]
         torch.testing.assert_close(updates.icl[layer, 1], icl, rtol=1e-4, atol=1e-4)
     assert sim_weights(updates).value.shape == (3, 3)
