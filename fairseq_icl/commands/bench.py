@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from fairseq_icl.bench.measure import measure_memory
+from fairseq_icl.bench.peers import measure_peers
 from fairseq_icl.bench.report import BenchFindings
 from fairseq_icl.bench.scoring import measure_growth, measure_metrics, measure_scoring
 from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--what {arguments.what}: no part {unknown[0]!r}; choose from {', '.join((*PARTS, SCALE))}")
     if arguments.write_docs and not DOCS.is_dir():
         raise UserError(f"--write-docs: {DOCS} is not there; run it in a clone of the repository")
-    findings = run(SHAPES[arguments.shape], parts, quick=arguments.quick, say=say)
+    findings = run(SHAPES[arguments.shape], parts, quick=arguments.quick, peers=arguments.peers, say=say)
     print(findings.text())
     if arguments.write_docs:
         findings.write(DOCS, shlex.join(["fairseq-icl", "bench", *argv]))
@@ -56,6 +57,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="125m", help="size of the model (default: 125m)")
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=PARTS_HELP)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and queries: rougher figures, sooner")
+    parser.add_argument(
+        "--peers", action="store_true", help="also against transformers, on a GPT-2 and a Llama of the same shape"
+    )
     parser.add_argument("--write-docs", action="store_true", help="write docs/benchmark_SHAPE.md and its plot")
     return parser.parse_args(argv)
 
@@ -65,7 +69,9 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], None]) -> BenchFindings:
+def run(
+    shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], None], peers: bool = False
+) -> BenchFindings:
     """Measure the parts one after another."""
     title = f"{shape.name} shape ({shape.layers} layers, width {shape.width}, vocabulary {shape.vocabulary:,}), fp32, "
     threads = torch.get_num_threads()
@@ -76,6 +82,8 @@ def run(shape: Shape, parts: list[str], *, quick: bool, say: Callable[[str], Non
     findings = BenchFindings(shape.name, title + "; 32 demonstrations of about 26 tokens, queries of about 30 tokens")
     if set(parts) & set(IN_PROCESS):
         measure_in_process(findings, shape, parts, quick, say)
+    if peers:
+        measure_peers(findings, shape, 2 if quick else 4, 2 if quick else 4, say)
     if "memory" in parts:
         measure_memory(findings, shape, say)
     if SCALE in parts:

@@ -26,14 +26,20 @@ TEXTS = (
 )
 
 
+def import_transformers() -> Any:
+    """The library, which this package wants for comparisons alone."""
+    import transformers
+    import transformers.utils
+
+    # Where fairseq's torchaudio is not made for the installed torch, transformers fails on it; no model needs it.
+    transformers.utils.is_torchaudio_available = lambda: False
+    return transformers
+
+
 def write_reference(model: HFModel) -> Path:
     """Store transformers' numbers in the model's folder; returns the file."""
     try:
-        import transformers
-        import transformers.utils
-
-        # Where fairseq's torchaudio is not made for the installed torch, transformers fails on it; no model needs it.
-        transformers.utils.is_torchaudio_available = lambda: False
+        transformers = import_transformers()
         other = transformers.AutoModelForCausalLM.from_pretrained(
             model.folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
         ).eval()
