@@ -84,8 +84,8 @@ def measure_peers(findings: BenchFindings, shape: Shape, rounds: int, sample: in
     sizes = ", ".join(map(str, BATCHES))
     findings.notes.append(
         "transformers computes attention by its default, PyTorch's scaled-dot-product attention. Its whole prompts "
-        f"were timed on {sample} queries and scaled up; its key-value cache was tried with batches of {sizes}. All times "
-        "include the demonstrations."
+        f"were timed on {sample} queries and scaled up; its key-value cache was tried with batches of {sizes}. All "
+        "times include the demonstrations."
     )
 
 
