@@ -16,7 +16,13 @@ from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor
 
 from fairseq_icl.models.attention import decayed_sum, rule_of
-from fairseq_icl.observing.probe import Attention, attention_modules, is_plain, queries_keys_values
+from fairseq_icl.observing.probe import (
+    Attention,
+    at_least_single,
+    attention_modules,
+    is_plain,
+    queries_keys_values,
+)
 
 PIECE = 256
 """Tokens of a context that run at once."""
@@ -141,7 +147,13 @@ def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor
     prefix, one fused pass over prefix and slot normalises over both parts: it gives the prefix's share of the output,
     and in the slot the weight that o has to get. The prefix meets the rows of all queries at once, never a copy of it
     for each, and no map of scores (B * T, P) is formed.
+
+    In half precision the softmax is in fp32, as in fairseq's own attention; c would otherwise be off by percents.
     """
+    given = query.dtype
+    query, key, value, prefix_keys, prefix_values = map(
+        at_least_single, (query, key, value, prefix_keys, prefix_values)
+    )
     length = query.size(2)
     future = torch.full((length, length), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
     scores = query @ key.transpose(2, 3) + future  # (B, H, T, T)
@@ -151,7 +163,7 @@ def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor
     seen = F.scaled_dot_product_attention(wide.flatten(1, 2)[None], prefix_keys[None], prefix_values[None], scale=1.0)
     seen = seen[0].unflatten(1, wide.shape[1:3]).transpose(0, 1)  # (B, H, T, D + 8)
     share, slot = seen[..., :-WIDENED], seen[..., -WIDENED, None]
-    return share + slot * own
+    return (share + slot * own).to(given)
 
 
 @contextmanager

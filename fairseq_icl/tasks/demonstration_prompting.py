@@ -13,7 +13,7 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II, MISSING
 
-from fairseq_icl.compat import TASK, flag, flags_of
+from fairseq_icl.compat import TASK, attempts, flag, flags_of
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import BASE_REFERENCE
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files
@@ -25,7 +25,8 @@ from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.training.gradient_record import GradientRecorder
-from fairseq_icl.training.gradients import GradientControl, layer_limits
+from fairseq_icl.training.gradients import GradientControl, check_precision, layer_limits
+from fairseq_icl.training.methods import LOSS_SCALE
 from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 from fairseq_icl.training.step_sizes import equal_step_size
@@ -110,6 +111,7 @@ class DemonstrationPromptingTask(FairseqTask):
         self.control: GradientControl | None = None
         self._decoder: FairseqDecoder | None = None
         self._step: tuple[list[int], float, int] = ([], 0.0, 0)
+        self._attempt = 0
         if prompts is not None:  # made already, by whoever trains in this process
             self.prompts = prompts
         if files is not None:
@@ -134,7 +136,7 @@ class DemonstrationPromptingTask(FairseqTask):
         if "--path" in parser._option_string_actions:  # scoring
             parser.set_defaults(max_tokens=MAX_TOKENS)
         else:
-            parser.set_defaults(batch_size=1, max_epoch=1)
+            parser.set_defaults(batch_size=1, max_epoch=1, **LOSS_SCALE)
 
     @cached_property
     def files(self) -> ModelFiles:
@@ -188,6 +190,9 @@ class DemonstrationPromptingTask(FairseqTask):
         ignore_grad: bool = False,
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
         """fairseq's step; remembers what the gradient record needs and, if asked, the query vectors before it."""
+        check_precision(self.settings.precision, model, optimizer)
+        if attempts(optimizer) != self._attempt:  # the update before, whatever became of it, is over
+            self._attempt, self._step = attempts(optimizer), ([], 0.0, 0)
         if self.cfg.record_queries and not ignore_grad:
             for row, tokens in zip(sample["rows"], sample["tokens"], strict=True):
                 self.training_queries[row] = observe_training_queries(model, tokens)
