@@ -12,7 +12,7 @@ import os
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -120,6 +120,7 @@ def watch_command_lines() -> None:
             except argparse.ArgumentError as error:  # two parts want one flag: attention_lm's and SGD's --momentum
                 raise UserError(f"{error}; choose another --optimizer or --arch") from error
         parser.error = _refuse  # type: ignore[method-assign]
+        _refuse_two_precisions(words)
         try:
             parsed = original(parser, input_args, *args, **kwargs)
         except UserError:
@@ -151,6 +152,12 @@ def _check_own_settings(parsed: argparse.Namespace) -> None:
                 known.check(str(single) if known.choices else single)
 
 
+def _refuse_two_precisions(words: Iterable[str]) -> None:
+    given = sorted({word[2:] for word in words} & set(SETTINGS["precision"].choices))
+    if len(given) > 1:
+        raise UserError(f"--precision, --fp16, --bf16: {' and '.join(given)} at once; give one of them")
+
+
 def _agree_on_precision(parsed: argparse.Namespace, words: Sequence[str]) -> None:
     """Let --precision and fairseq's --fp16 and --bf16 say the same, whichever was given.
 
@@ -159,8 +166,7 @@ def _agree_on_precision(parsed: argparse.Namespace, words: Sequence[str]) -> Non
     given = {name for name in ("fp16", "bf16") if getattr(parsed, name, False)}
     if any(word.split("=")[0] == "--precision" for word in words):
         given.add(str(parsed.precision))
-    if len(given) > 1:
-        raise UserError(f"--precision, --fp16, --bf16: {' and '.join(sorted(given))} at once; give one of them")
+    _refuse_two_precisions([f"--{name}" for name in given])
     memory_efficient = [name for name in ("fp16", "bf16") if getattr(parsed, f"memory_efficient_{name}", False)]
     if memory_efficient and getattr(parsed, "optimizer", None) == "sgd":
         name = memory_efficient[0]
@@ -294,7 +300,7 @@ def train_in_half_precision_without_cuda() -> None:
         if self.cuda:
             return step(self, *args, **kwargs)
         original = Tensor.cuda
-        Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign, assignment]
+        Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
         try:
             return step(self, *args, **kwargs)
         finally:

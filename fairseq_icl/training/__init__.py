@@ -35,7 +35,7 @@ from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
 from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl, layer_limits
-from fairseq_icl.training.methods import Method, get_method, method_names, training_options
+from fairseq_icl.training.methods import Method, check_precision_of, get_method, method_names, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 from fairseq_icl.training.step_sizes import equal_step_size
 
@@ -93,6 +93,7 @@ def fine_tuned(
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
+    check_precision_of(how, chosen)
     if chosen.layer_clip != "none" and chosen.layer_clip_value in method_names() and limits is None:
         plain = {"layer_clip": "none", "layer_clip_value": None}
         with fine_tuned(model, prompts, str(chosen.layer_clip_value), **settings | plain) as other:

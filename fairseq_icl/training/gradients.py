@@ -146,7 +146,7 @@ def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimize
     """
     dtype = next(model.parameters()).dtype
     has_masters = isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer)
-    if dtype in (torch.float16, torch.bfloat16) and not has_masters or dtype in set(DTYPES.values()) - {DTYPES[precision]}:
+    if dtype != DTYPES[precision] or (precision != "fp32" and not has_masters):
         raise UserError(f"precision={precision}: fairseq's own fp16 and bf16 say otherwise; make them agree")
 
 

@@ -149,6 +149,15 @@ def get_method(name: str) -> Method:
     return _methods[name]
 
 
+def check_precision_of(method: Method, settings: Settings) -> None:
+    """Refuse a method that half precision does not have, before a model is loaded."""
+    if settings.precision != "fp32" and method.options.get("sequential"):
+        raise UserError(
+            f"method={method.name}: one layer's step cannot be taken alone in half precision; use precision=fp32, or "
+            "leave the method out"
+        )
+
+
 def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
     """What to call the way a checkpoint was trained, from its configuration (fairseq's `cfg` as plain containers).
 
