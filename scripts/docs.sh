@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The documentation as a site, in site/: open site/index.html. Warnings, pages that are not in the nav of mkdocs.yml and
-# links that lead nowhere are errors; the notebook is run. Arguments go to `mkdocs build`.
+# links that lead nowhere are errors; the notebook is run. Arguments go to `mkdocs build` (not --quiet: under it mkdocs
+# does not count warnings).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

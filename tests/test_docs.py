@@ -77,7 +77,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the extra [docs] is not installed ({', '.join(TOOLS)} missing): the site is not built")
     folder = tmp_path_factory.mktemp("site")
     variables = os.environ | {"OMP_NUM_THREADS": "1", "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # Without --quiet, under which mkdocs does not count warnings.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
