@@ -51,16 +51,15 @@ def build_prompts(
     if not isinstance(data, str | Path | None):
         raise UserError(f"data={data!r}: not a path; give the folder with the dataset's files")
     folder = DEMO_DATA if data is None or str(data) == "demo" else Path(data)
-    for name in ("num_demonstrations", "init", "attention"):
+    for name in ("num_demonstrations", "init", "attention", "precision"):
         if name in settings:
             where = "k=..." if name == "num_demonstrations" else f"{name}= to load_model"
             raise UserError(f"{name}: give {where} instead")
     if not isinstance(dataset, str) or not folder.is_dir():
         wrong = f"data={folder}: no such folder" if isinstance(dataset, str) else f"dataset={dataset!r}: not a name"
         raise UserError(f"{wrong}; give a dataset's name or YAML, and the folder with its files")
-    chosen = Settings.of(
-        reading, num_demonstrations=k, seed=seed, init=model.init, attention=model.attention, **settings
-    )
+    of_model = {"init": model.init, "attention": model.attention, "precision": model.precision}
+    chosen = Settings.of(reading, num_demonstrations=k, seed=seed, **of_model, **settings)
     return build.build_prompts(find_spec(dataset, folder), folder, model.writing, chosen)
 
 

@@ -8,10 +8,11 @@ fairseq import this module first. `apply` changes fairseq's own commands; it is 
 import argparse
 import collections
 import logging
+import os
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -23,12 +24,19 @@ from typing import Any, NoReturn, Optional
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
 _level = logging.getLogger().level
 
+# Before torch multiplies: products in bf16 would use AMX where the processor announces it, and virtual machines exist
+# that announce it and then kill the process (Illegal instruction). fp32 does not use it. A value of the user's stays.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 import torch
 from fairseq import checkpoint_utils, options
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import utils as distributed_utils
+from fairseq.optim import FP16Optimizer
+from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
 from fairseq.registry import REGISTRIES
+from fairseq.trainer import Trainer
 from omegaconf import DictConfig, ListConfig, base, nodes
 from torch import Tensor, nn
 from torch.nn import functional
@@ -64,6 +72,8 @@ def apply(restore: Callable[[str, dict[str, Any]], Any]) -> None:
     honour_flags_in_validate(restore)
     gather_without_cuda()
     tell_failed_saves()
+    train_in_half_precision_without_cuda()
+    tell_lost_loss_scale()
 
 
 _applied = False
@@ -110,6 +120,7 @@ def watch_command_lines() -> None:
             except argparse.ArgumentError as error:  # two parts want one flag: attention_lm's and SGD's --momentum
                 raise UserError(f"{error}; choose another --optimizer or --arch") from error
         parser.error = _refuse  # type: ignore[method-assign]
+        _refuse_two_precisions(words)
         try:
             parsed = original(parser, input_args, *args, **kwargs)
         except UserError:
@@ -117,7 +128,9 @@ def watch_command_lines() -> None:
         except Exception as error:  # fairseq evaluates lists, and --lr abc, 1/0 or 10**999 end in any way
             reason = str(error)[:200] or type(error).__name__
             raise UserError(f"the command line cannot be read ({reason}); --help shows the flags") from error
-        _check_own_settings(parsed[0] if isinstance(parsed, tuple) else parsed)
+        namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+        _check_own_settings(namespace)
+        _agree_on_precision(namespace, words)
         return parsed
 
     options.parse_args_and_arch = parse_args_and_arch
@@ -137,6 +150,32 @@ def _check_own_settings(parsed: argparse.Namespace) -> None:
         for single in value if name == "lr" and isinstance(value, list) else [value]:
             if single is not None:
                 known.check(str(single) if known.choices else single)
+
+
+def _refuse_two_precisions(words: Iterable[str]) -> None:
+    given = sorted({word[2:] for word in words} & set(SETTINGS["precision"].choices))
+    if len(given) > 1:
+        raise UserError(f"--precision, --fp16, --bf16: {' and '.join(given)} at once; give one of them")
+
+
+def _agree_on_precision(parsed: argparse.Namespace, words: Sequence[str]) -> None:
+    """Let --precision and fairseq's --fp16 and --bf16 say the same, whichever was given.
+
+    fairseq takes --bf16 for a wish to run on a TPU, which it then looks for.
+    """
+    given = {name for name in ("fp16", "bf16") if getattr(parsed, name, False)}
+    if any(word.split("=")[0] == "--precision" for word in words):
+        given.add(str(parsed.precision))
+    _refuse_two_precisions([f"--{name}" for name in given])
+    memory_efficient = [name for name in ("fp16", "bf16") if getattr(parsed, f"memory_efficient_{name}", False)]
+    if memory_efficient and getattr(parsed, "optimizer", None) == "sgd":
+        name = memory_efficient[0]
+        raise UserError(f"--memory-efficient-{name}: fairseq does not have it for SGD; use --precision {name}")
+    for name in given:
+        parsed.precision = name
+        parsed.fp16, parsed.bf16 = name == "fp16", name == "bf16"
+    if getattr(parsed, "bf16", False) and "--tpu" not in words:
+        parsed.tpu = False
 
 
 def show_user_errors_in_one_line() -> None:
@@ -240,6 +279,51 @@ def tell_failed_saves() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
     checkpoint_utils._torch_persistent_save = torch.save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
+
+
+def train_in_half_precision_without_cuda() -> None:
+    """Let fairseq's FP16Optimizer and its skipping of overflows work on the CPU.
+
+    The optimizer asks CUDA for the device of its flat fp32 copy (fairseq/optim/fp16_optimizer.py), and after an
+    overflow the trainer puts a zero on the GPU (fairseq/trainer.py, train_step), if there is one or not.
+    """
+    build, step = FP16Optimizer.build_fp32_params.__func__, Trainer.train_step
+
+    def build_fp32_params(cls: Any, args: Any, params: Any, flatten: bool = True) -> Any:
+        if not flatten or params[0].is_cuda:
+            return build(cls, args, params, flatten)
+        flat = nn.Parameter(torch.cat([parameter.detach().float().flatten() for parameter in params]))
+        flat.grad = torch.zeros_like(flat)
+        return {params[0].device.index: flat}
+
+    def train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.cuda:
+            return step(self, *args, **kwargs)
+        original = Tensor.cuda
+        Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            Tensor.cuda = original  # type: ignore[method-assign]
+
+    FP16Optimizer.build_fp32_params = classmethod(build_fp32_params)
+    Trainer.train_step = train_step
+
+
+def tell_lost_loss_scale() -> None:
+    """One clear line where no loss scale is small enough; fairseq would write a crash.pt and a traceback."""
+    original = DynamicLossScaler.check_overflow
+
+    def check_overflow(self: Any, grad_norm: Any) -> None:
+        try:
+            original(self, grad_norm)
+        except FloatingPointError as error:
+            raise UserError(
+                f"the gradient overflows fp16 at every loss scale down to {self.min_loss_scale:g}; lower the learning "
+                "rate, or use precision=bf16 or fp32"
+            ) from error
+
+    DynamicLossScaler.check_overflow = check_overflow
 
 
 def checkpoint_classes_allowed() -> Any:

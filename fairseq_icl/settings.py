@@ -225,6 +225,13 @@ class Settings:
         (WEIGHTS,),
         choices=("softmax", "linear"),
     )
+    precision: str = setting(
+        "fp32",
+        "numbers in which everything is computed and recorded: fp32; fp16, as the authors' runs (fp32 master weights "
+        "and a dynamic loss scale in fine-tuning); bf16 (the same without a loss scale)",
+        (WEIGHTS,),
+        choices=("fp32", "fp16", "bf16"),
+    )
     lr: float | None = setting(None, "learning rate", (TRAINING,), low=0, flag_of=FLAG_OF_FAIRSEQ)
     clip_norm: float = setting(
         0.0,

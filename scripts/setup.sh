@@ -14,5 +14,8 @@ echo "Setting up .venv (a few minutes the first time, most of them for compiling
 # needs is installed first, so that it can be built without isolation.
 .venv/bin/pip install --quiet -c constraints.txt torch numpy cython setuptools wheel
 .venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,joblib,slurm,notebook]'
+# The documentation's tools are no part of the package: where they cannot be had, everything else still works.
+.venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]' ||
+    echo "The extra [docs] could not be installed: scripts/docs.sh will not work, and its test is skipped"
 rm -f .venv/installed-*
 touch "$stamp"

@@ -4,7 +4,7 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 
 # isort: split
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ from fairseq_icl.models.checkpoints import base_reference, language_model_config
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
 from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
-from fairseq_icl.models.reference import TOLERANCE, has_reference, largest_difference, write_reference
+from fairseq_icl.models.reference import (
+    TOLERANCE,
+    difference_between,
+    has_reference,
+    largest_difference,
+    write_reference,
+)
 
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"
@@ -112,6 +118,7 @@ def examine(place: Path, text: str = TEXT, *, continuation: bool = True, referen
             ids = line_encoder(dictionary, bpe)(text)
             following = dictionary.string(list(next_tokens(decoder.eval(), dictionary, ids)))
             findings.good("continuation", repr(bpe.decode(following)))
+            compare_devices(findings, decoder, [dictionary.bos(), *ids])
     return findings
 
 
@@ -207,8 +214,23 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
         findings.good("weights", f"complete and finite: {total:,} parameters, {biases} key and value biases")
         following = next_tokens(decoder.eval(), model.dictionary, model.encode_line(text))
         findings.good("continuation", repr(model.decode(following)))
+        compare_devices(findings, decoder, [model.bos, *model.encode_line(text)])
         if reference or has_reference(model):
             _compare_reference(findings, model, decoder)
+
+
+def compare_devices(findings: Findings, decoder: FairseqDecoder, rows: Sequence[int], other: str | None = None) -> None:
+    """Whether one prompt (`rows`, BOS first) has the same numbers on the CPU and on the `other` device: a GPU."""
+    if other is None and not torch.cuda.is_available():
+        findings.good("gpu", "none here: numbers of CPU and GPU were not compared")
+        return
+    name = torch.cuda.get_device_name() if other is None else other
+    difference = difference_between(decoder, rows, "cpu", other or "cuda")
+    text = f"{name}: log-probabilities of the text differ by at most {difference:.1e} from those of the CPU"
+    if difference <= TOLERANCE:
+        findings.good("gpu", text)
+    else:
+        findings.bad("gpu", f"{text}, more than {TOLERANCE:g}: switch off TF32 or other shortcuts, or do not use it")
 
 
 def _compare_reference(findings: Findings, model: HFModel, decoder: FairseqDecoder) -> None:

@@ -129,6 +129,9 @@ def plan_of(config: dict[str, Any], cells: list[Cell], engine: Engine) -> dict[s
     """What the results folder remembers of a command."""
     names = ("model", "init", "dataset", "method", "variant", "seed", "permutation")
     entries = [{**{name: getattr(cell, name) for name in names}, "key": engine.key(cell)} for cell in cells]
+    for entry, cell in zip(entries, cells, strict=True):
+        if cell.settings.precision != "fp32":  # so that a report can tell unfinished cells apart as well
+            entry["precision"] = cell.settings.precision
     model = {**config["model"], "path": str(engine.files.checkpoint.resolve())}
     return {"experiment": config["name"], "tables": list(config["tables"]), "model": model, "cells": entries}
 

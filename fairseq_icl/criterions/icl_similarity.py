@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fairseq_icl.compat import flag, flags_of
 from fairseq_icl.errors import UserError, naming
-from fairseq_icl.models import Model
+from fairseq_icl.models import Model, facts_of
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
@@ -116,8 +116,7 @@ class ICLSimilarity(FairseqCriterion):
     def _make_observers(self, model: PretrainedLM) -> dict[str, Observer]:
         """One for each setting, by name; `other_ft` for a second fine-tuned model."""
         prompts = dataclasses.replace(self.task.prompts, settings=self.settings)
-        facts = (self.settings.init, self.settings.seed, self.settings.attention)
-        base = Model(model, self.task.files, *facts, weights=model.base_state or None)
+        base = Model(model, self.task.files, *facts_of(self.settings), weights=model.base_state or None)
         # The context's scores are needed for attention to training tokens, and by those who want everything.
         wants_context = self.tokens is not None or self.cfg.save_activations is not None
         observers = {
@@ -184,7 +183,7 @@ class ICLSimilarity(FairseqCriterion):
         }
         finetuned = {} if method == "none" else {"finetuned": self.cfg.path}
         other = {"other_finetuned": self.cfg.other_finetuned} if self.other is not None else {}
-        made = provenance(config, finetuned | other)
+        made = provenance(config, finetuned | other, precision=self.settings.precision)
         made["checkpoints"]["base"] = self.task.files.sha256
         return made
 

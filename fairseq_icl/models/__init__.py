@@ -32,6 +32,8 @@ class Model:
     """Of the random weights, where `init` has any."""
     attention: str = "softmax"
     """Its own attention, or "linear": softmax and scale omitted."""
+    precision: str = "fp32"
+    """Of its weights and of everything that it computes."""
     weights: Mapping[str, Tensor] | None = None
     """Values that stand in for the parameters of these names; None: the module's own."""
     method: str = "none"
@@ -67,12 +69,13 @@ def load_model(
     seed: int = 1,
     final_norm: str = "lost",
     attention: str = "softmax",
+    precision: str = "fp32",
     name: str | None = None,
     bpe: str | None = "auto",
     tokenizer: str | Path | None = None,
     device: str | None = None,
 ) -> Model:
-    """The model in a checkpoint or a Hugging Face folder, in fp32.
+    """The model in a checkpoint or a Hugging Face folder.
 
     **Arguments**
     - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
@@ -80,6 +83,7 @@ def load_model(
     - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
       weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
     - `attention`: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
+    - `precision`: "fp32", "fp16" (as the authors) or "bf16": of the weights, of fine-tuning and of what is observed.
     - `name`: what tables call the model; by default the name of its folder.
     - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
       text at white space. A Hugging Face folder brings its own.
@@ -87,11 +91,17 @@ def load_model(
     - `device`: e.g. "cuda"; by default a GPU if there is one.
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
-    return load_from(files, Settings(init=init, seed=seed, final_norm=final_norm, attention=attention), device)
+    settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)
+    return load_from(files, settings, device)
 
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
-    """The model in `files`, as the settings `init`, `seed`, `final_norm`, `perturbation` and `attention` say."""
+    """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     lm = PretrainedLM.load(files.source, files.load_dictionary(), settings)
-    return Model(lm.to(device).eval(), files, settings.init, settings.seed, settings.attention)
+    return Model(lm.to(device).eval(), files, *facts_of(settings))
+
+
+def facts_of(settings: Settings) -> tuple[str, int, str, str]:
+    """What a `Model` says of itself, in the order of its fields: init, seed, attention, precision."""
+    return settings.init, settings.seed, settings.attention, settings.precision

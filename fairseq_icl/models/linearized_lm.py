@@ -234,7 +234,7 @@ def _add(value: Any, tangent: Tensor | None) -> Any:
     if tangent is None:
         return value
     if not bool(torch.isfinite(tangent).all()) and bool((torch.isfinite(value) & ~torch.isfinite(tangent)).any()):
-        remedy = "run without --fp16" if tangent.dtype == torch.float16 else "lower --lr"
+        remedy = "use precision=bf16 or fp32" if tangent.dtype == torch.float16 else "lower --lr"
         raise UserError(f"--linearize: the first-order term is not finite in {tangent.dtype}; {remedy}")
     return value + tangent
 

@@ -26,6 +26,8 @@ from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The setting `precision` in torch's words."""
 EMBEDDINGS = ("embed_tokens.", "output_projection.", "embed_positions.")
 LAYER_NORMS = ("self_attn_layer_norm.", "final_layer_norm.")
 FINAL_NORM = "layer_norm."
@@ -76,11 +78,12 @@ class PretrainedLM(FairseqLanguageModel):
 
     @classmethod
     def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
-        """The model in `source`, as the settings `init`, `seed`, `final_norm`, `perturbation` and `attention` say."""
+        """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
         decoder = load_decoder(
             source, dictionary, init=settings.init, final_norm=settings.final_norm, seed=settings.seed
         )
-        perturb(decoder, settings.perturbation)
+        round_to(decoder, settings.precision)
+        perturb(decoder, settings.perturbation)  # after rounding, which would undo it
         if settings.attention == "linear":
             set_rule(decoder, replace(rule_of(decoder.layers[0].self_attn), linear=True))
         return cls(decoder)
@@ -217,6 +220,16 @@ def _load_folder(model: HFModel, dictionary: Dictionary, init: str, final_norm: 
     return decoder
 
 
+def round_to(decoder: nn.Module, precision: str) -> None:
+    """Round the weights of a decoder in fp32 to `precision`, in place."""
+    if precision == "fp32":
+        return
+    decoder.to(DTYPES[precision])
+    for name, parameter in decoder.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UserError(f"precision={precision}: {name} has weights too large for it; use precision=bf16 or fp32")
+
+
 def check_vocabulary(weights: dict[str, Tensor], dictionary: Dictionary, path: str | Path) -> None:
     """The dictionary must have exactly as many symbols as the checkpoint has embeddings."""
     if "embed_tokens.weight" not in weights:
@@ -241,6 +254,7 @@ def _load_all(decoder: TransformerDecoder, weights: dict[str, Tensor], path: str
     own = {name for name in target if not name.endswith("_float_tensor")}
     missing, unexpected = sorted(own - set(source)), sorted(set(source) - set(target) - {"version"})
     unexpected = [name for name in unexpected if not name.endswith(("_float_tensor", "embed_positions.weights"))]
+    unexpected = [name for name in unexpected if not name.startswith("mevo_layer.")]  # of XGLM 4.5B, never used
     if missing or unexpected:
         raise UserError(
             f"{path}: the weights do not fit the architecture it names"

@@ -5,6 +5,7 @@
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,21 @@ def largest_difference(model: HFModel, decoder: FairseqDecoder) -> tuple[float, 
         return max(differences), str(said["made_by"])
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: damaged, or not a reference ({error}); make it again") from error
+
+
+@torch.no_grad()
+def difference_between(decoder: FairseqDecoder, rows: Sequence[int], first: str, second: str) -> float:
+    """Largest difference, in nats, of a token's log-probability computed on two devices ("cpu", "cuda").
+
+    `rows` are the tokens of one prompt, BOS first. The decoder ends where it was.
+    """
+    home = next(decoder.parameters()).device
+    found = []
+    for device in (first, second):
+        tokens = torch.tensor([list(rows)], device=device)
+        found.append(_of_next(decoder.to(device)(tokens)[0], tokens).cpu())
+    decoder.to(home)
+    return float((found[0] - found[1]).abs().max())
 
 
 def _sequences(model: HFModel) -> list[list[int]]:

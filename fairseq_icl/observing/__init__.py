@@ -160,6 +160,7 @@ class Observer:
             training_queries=model.training_queries,
             method=model.method,
             init=model.init,
+            precision=model.precision,
             demonstration_logprob=demonstration_logprob,
         )
 

@@ -51,6 +51,8 @@ class Observation:
     """How the model was fine-tuned."""
     init: str = "pretrained"
     """What was kept of its checkpoint."""
+    precision: str = "fp32"
+    """In which the model computed it; the tensors here are fp32, of values that this precision has."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -91,7 +93,9 @@ def save_observations(
     """
     first = next(iter(settings.values()))
     tensors = {"example": (torch.arange(len(first)) if example is None else example).int()}
-    described = {name: {"method": seen.method, "init": seen.init} for name, seen in settings.items()}
+    described = {
+        name: {"method": seen.method, "init": seen.init, "precision": seen.precision} for name, seen in settings.items()
+    }
     for setting, seen in settings.items():
         for name, value in (seen.tensors() | {"attention_row": _without_padding(seen)}).items():
             kind = value.dtype if value.is_floating_point() else torch.int32

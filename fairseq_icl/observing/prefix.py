@@ -15,7 +15,13 @@ from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor
 
 from fairseq_icl.models.attention import decayed_sum, rule_of
-from fairseq_icl.observing.probe import Attention, attention_modules, is_plain, queries_keys_values
+from fairseq_icl.observing.probe import (
+    Attention,
+    at_least_single,
+    attention_modules,
+    is_plain,
+    queries_keys_values,
+)
 
 PIECE = 256
 """Tokens of a context that run at once."""
@@ -121,16 +127,21 @@ def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor
 
     Each part by itself first, with the logarithm of its softmax's denominator: the share of a part in the whole is its
     share of the two denominators' sum. The prefix meets the rows of all queries at once, never a copy of it for each.
+    In half precision all of this is in fp32, as the softmax of fairseq's own attention is.
     """
+    given = query.dtype
+    query, key, value, prefix_keys, prefix_values = map(
+        at_least_single, (query, key, value, prefix_keys, prefix_values)
+    )
     own, own_total = softmax_attention(query, key, value, causal=True)
     if prefix_keys.size(1) == 0:
-        return own
+        return own.to(given)
     batch, _, length, _ = query.shape
     rows = query.permute(1, 2, 0, 3).flatten(1, 2)  # (H, T * B, D): in this order a view, see `projected`
     seen, total = softmax_attention(rows[None], prefix_keys[None], prefix_values[None], causal=False)
     seen = seen[0].unflatten(1, (length, batch)).permute(2, 0, 1, 3)  # (B, H, T, D)
     total = total[0].unflatten(1, (length, batch)).permute(2, 0, 1)  # (B, H, T)
-    return torch.lerp(seen, own, torch.sigmoid(own_total - total)[..., None].to(own))
+    return torch.lerp(seen, own, torch.sigmoid(own_total - total)[..., None]).to(given)
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,16 @@ def queries_keys_values(module: Attention, x: Tensor, start: int) -> tuple[Tenso
     return projected(module, x, start)
 
 
+def is_half(x: Tensor) -> bool:
+    """Whether x is in fp16 or bf16."""
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """x in fp32 if it is in half precision; otherwise as it is."""
+    return x.float() if is_half(x) else x
+
+
 class AttentionRecord(NamedTuple):
     """What the probe saw at n chosen tokens of L layers."""
 
@@ -95,7 +105,8 @@ class AttentionProbe:
         x = _input(args, kwargs)  # (T, B, d)
         output = result[0][self.positions, self.sequences]  # (n, d)
         projections = self._projected.pop(module, None)
-        if projections is None and isinstance(module, MultiheadAttention):
+        # In half precision keys are formed and rounded as in the model itself; the shorter way would round elsewhere.
+        if projections is None and isinstance(module, MultiheadAttention) and not is_half(x):
             query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
             scores = key_scores(module, query, x[:, self.sequences])
         else:

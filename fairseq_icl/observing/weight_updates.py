@@ -9,7 +9,7 @@ from fairseq_icl.metrics.weight_space import WeightUpdates, head_matrices
 from fairseq_icl.models import Model
 from fairseq_icl.observing.layout import lay_out
 from fairseq_icl.observing.prefix import Prefix
-from fairseq_icl.observing.probe import attention_inputs, attention_modules, queries_keys_values
+from fairseq_icl.observing.probe import at_least_single, attention_inputs, attention_modules, queries_keys_values
 from fairseq_icl.prompts import Tokens
 from fairseq_icl.prompts.build import Query
 
@@ -32,7 +32,7 @@ def observe_weight_updates(
     def matrices(inputs: Sequence[Tensor]) -> Tensor:  # (n, L, H, D, D)
         layers = []
         for module, x in zip(modules, inputs, strict=True):
-            _, keys, values = queries_keys_values(module, x, 0)
+            _, keys, values = map(at_least_single, queries_keys_values(module, x, 0))
             layers.append(head_matrices(keys, values, is_token.to(x.device)))
         return torch.stack(layers, dim=1)
 
@@ -48,5 +48,5 @@ def observe_weight_updates(
 
 def _prefix_matrices(prefix: Prefix) -> Tensor:
     """V'^T K' of the context without its BOS, which the zero-shot prompt has too: (L, H, D, D)"""
-    pairs = zip(prefix.keys, prefix.values, strict=True)
+    pairs = [(at_least_single(keys), at_least_single(v)) for keys, v in zip(prefix.keys, prefix.values, strict=True)]
     return torch.stack([values[:, 1:].transpose(1, 2) @ keys[:, 1:] for keys, values in pairs])

@@ -49,7 +49,7 @@ class Stage:
     dataset: str = ""
     method: str = ""
     kind: tuple[Any, ...] = ()
-    """What else makes a difference: k, steps per token."""
+    """What else makes a difference: k, steps per token, precision."""
 
 
 def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
@@ -85,21 +85,22 @@ def stages_of(cells: Sequence[Cell]) -> dict[Stage, tuple[int, Cell]]:
 
 def _work_of(cell: Cell) -> list[tuple[str, Any, Stage]]:
     """(name, identity of the work, stage) of everything a cell asks for."""
-    k = cell.settings.num_demonstrations
+    k, precision = cell.settings.num_demonstrations, cell.settings.precision
     is_random = cell.init != "pretrained"
     work = [
         ("model", cell.model_key(), Stage("model", kind=(is_random,))),
         ("prompts", cell.prompts_key(), Stage("prompts", cell.dataset)),
-        ("zsl", cell.observed("zsl"), Stage("zsl", cell.dataset)),
-        ("icl", cell.observed("icl"), Stage("icl", cell.dataset, kind=(k,))),
+        ("zsl", cell.observed("zsl"), Stage("zsl", cell.dataset, kind=(precision,))),
+        ("icl", cell.observed("icl"), Stage("icl", cell.dataset, kind=(k, precision))),
         ("measure", cell, Stage("measure", cell.dataset, cell.method)),
     ]
     for method in get_method(cell.method).trained:
         tuned = cell.changed(method=method).observed("ft")
-        work.append(("train", tuned, Stage("train", cell.dataset, method, (k, cell.settings.step_per))))
-        work.append(("ft", tuned, Stage("ft", cell.dataset, method)))
+        work.append(("train", tuned, Stage("train", cell.dataset, method, (k, cell.settings.step_per, precision))))
+        work.append(("ft", tuned, Stage("ft", cell.dataset, method, (precision,))))
     if cell.settings.curve_examples and get_method(cell.method).trains:
-        work.append(("curve", cell, Stage("curve", cell.dataset, cell.method, (k, cell.settings.curve_examples))))
+        kind = (k, cell.settings.curve_examples, precision)
+        work.append(("curve", cell, Stage("curve", cell.dataset, cell.method, kind)))
     return work
 
 
@@ -135,7 +136,10 @@ def peak_bytes(shape: dict[str, int], prompts: Sequence[Prompts], cells: Sequenc
     settings = 4 if any(get_method(cell.method).compares for cell in cells) else 3
     observed_numbers = queries * layers * (settings * (2 * width + heads * query) + context)
     loading = 6 * weights  # in fp32, and the file in half precision mapped beside them
-    return PROCESS_BYTES + max(loading, 4 * (weights + 2 * learning + max(training, prefix) + observed_numbers))
+    size = 4 if any(cell.settings.precision == "fp32" for cell in cells) else 2  # bytes of a number in the model
+    masters = 0 if size == 4 else 4 * 2 * learning  # fp32 copies of what learns, and of its gradient
+    computing = size * (weights + 2 * learning + max(training, prefix)) + masters
+    return PROCESS_BYTES + max(loading, computing + 4 * observed_numbers)
 
 
 def _unfinished(cells: Sequence[Cell], files: ModelFiles, data: Path, out: Path) -> list[Cell]:

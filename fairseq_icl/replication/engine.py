@@ -195,7 +195,10 @@ class Engine:
         if get_method(cell.method).trains:
             described["command"] = self.command(cell)
         described["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
-        made_by = provenance({}) | {"config": described, "checkpoints": {"base": self.files.sha256}}
+        made_by = provenance({}, precision=cell.settings.precision) | {
+            "config": described,
+            "checkpoints": {"base": self.files.sha256},
+        }
         described["machine"] = made_by["machine"]
         write_results(folder / "results.parquet", table, made_by)
         if gradients is not None:

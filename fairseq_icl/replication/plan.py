@@ -13,7 +13,7 @@ from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import GRID, MAX_NAME, NO_TRAINING, check_scale
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
-from fairseq_icl.training.methods import get_method
+from fairseq_icl.training.methods import check_precision_of, get_method
 from fairseq_icl.training.step_sizes import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
@@ -246,6 +246,8 @@ def _check_training(settings: Settings, method: str) -> None:
             given, wanted = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
         raise UserError(f"{given}: needs {wanted}")
     equal_step_size(settings)
+    for name in get_method(method).trained:
+        check_precision_of(get_method(name), settings)
 
 
 def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> dict[str, float]:

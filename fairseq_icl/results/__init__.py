@@ -116,24 +116,26 @@ def means(table: pd.DataFrame, layers: bool = False) -> pd.DataFrame:
     return table[table["example"].isna() & (single_layer if layers else ~single_layer)]
 
 
-def provenance(config: Mapping[str, Any], checkpoints: Mapping[str, str | Path] | None = None) -> dict[str, Any]:
+def provenance(
+    config: Mapping[str, Any], checkpoints: Mapping[str, str | Path] | None = None, *, precision: str = "fp32"
+) -> dict[str, Any]:
     """What made a table: configuration, versions, commit, and the SHA-256 of each named checkpoint."""
     return {
         "config": dict(config),
         "checkpoints": {name: sha256_of(path) for name, path in (checkpoints or {}).items()},
         "versions": {"fairseq_icl": __version__, "python": platform.python_version(), **_versions()},
-        "machine": _machine(),
+        "machine": _machine(precision),
         "git": _git_state(Path(__file__).parent.parent),
     }
 
 
-def _machine() -> dict[str, Any]:
+def _machine(precision: str) -> dict[str, Any]:
     """What rounding depends on: threads, device and precision. Fine-tuning at the papers' rates amplifies rounding."""
     torch = sys.modules.get("torch")  # where nothing was computed there is nothing to say
     if torch is None:
         return {}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
-    return {"threads": torch.get_num_threads(), "device": device, "precision": "fp32"}
+    return {"threads": torch.get_num_threads(), "device": device, "precision": precision}
 
 
 def _versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fairseq_icl.errors import UserError
 from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
@@ -52,6 +53,11 @@ def compare(
     example, value, low, high. Means over examples have no `example` but a 95 % bootstrap interval [low, high].
     """
     settings = prompts.settings
+    precisions = dict.fromkeys(
+        getattr(seen, "precision", "fp32") for seen in (zsl, icl, ft, other_ft) if seen is not None
+    )
+    if len(precisions) > 1:
+        raise UserError(f"compare: observations in {' and '.join(precisions)}; observe all of them in one precision")
     collector = Collector(metrics, settings)
     recorded = getattr(ft, "training_queries", None)
     if recorded and any("attention" in metric.needs for metric in collector.metrics.values()):

@@ -25,7 +25,8 @@ from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.training.gradient_record import GradientRecorder
-from fairseq_icl.training.gradients import GradientControl, gradient_control
+from fairseq_icl.training.gradients import GradientControl, check_precision, gradient_control
+from fairseq_icl.training.methods import LOSS_SCALE
 from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 
@@ -133,7 +134,7 @@ class DemonstrationPromptingTask(FairseqTask):
         if "--path" in parser._option_string_actions:  # scoring
             parser.set_defaults(max_tokens=MAX_TOKENS)
         else:
-            parser.set_defaults(batch_size=1, max_epoch=1)
+            parser.set_defaults(batch_size=1, max_epoch=1, **LOSS_SCALE)
 
     @cached_property
     def files(self) -> ModelFiles:
@@ -187,6 +188,7 @@ class DemonstrationPromptingTask(FairseqTask):
         ignore_grad: bool = False,
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
         """fairseq's step; remembers what the gradient record needs and, if asked, the query vectors before it."""
+        check_precision(self.settings.precision, model, optimizer)
         if self.cfg.record_queries and not ignore_grad:
             for row, tokens in zip(sample["rows"], sample["tokens"], strict=True):
                 self.training_queries[row] = observe_training_queries(model, tokens)

@@ -9,6 +9,7 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 # isort: split
 import argparse
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
@@ -34,10 +35,12 @@ from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
 from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import gradient_control
-from fairseq_icl.training.methods import Method, get_method, method_names, training_options
+from fairseq_icl.training.methods import Method, check_precision_of, get_method, method_names, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 
 __all__ = ["fairseq_config", "fine_tuned"]
+
+logger = logging.getLogger(__name__)
 
 Watch = Callable[[int, Model, Model], None]
 """Hears of training: (demonstrations learnt from, the model as it is then, the base model)."""
@@ -77,7 +80,7 @@ def fine_tuned(
             raise UserError(
                 f"{name}: not a setting of training (those of prompts go into build_prompts); {nearest(name, known)}"
             )
-    chosen = dataclasses.replace(prompts.settings, **settings)
+    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings)
     how = get_method(method)
     if chosen.lr is None:
         chosen = dataclasses.replace(chosen, lr=how.lr)
@@ -89,6 +92,7 @@ def fine_tuned(
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
+    check_precision_of(how, chosen)
     if chosen.layer_clip != "none" and chosen.layer_clip_value in method_names() and limits is None:
         plain = {"layer_clip": "none", "layer_clip_value": None}
         with fine_tuned(model, prompts, str(chosen.layer_clip_value), **settings | plain) as other:
@@ -162,6 +166,7 @@ def _ends_of_demonstrations(prompts: Prompts, step_per: str) -> dict[int, int]:
 def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> None:
     """fairseq's training loop without its checkpoints; `after_item` hears of the items of every update."""
     trainer = Trainer(config, task, model, task.build_criterion(config.criterion))
+    updates = 0
     for epoch in range(1, config.optimization.max_epoch + 1):
         batches = trainer.get_train_iterator(epoch=epoch).next_epoch_itr(shuffle=False)
         trainer.begin_epoch(epoch)
@@ -169,12 +174,16 @@ def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callabl
         try:
             for samples in iterators.GroupedIterator(batches, config.optimization.update_freq[0]):
                 trainer.train_step(samples)
+                updates += 1
                 seen += sum(len(sample["rows"]) for sample in samples)
                 if epoch == 1:
                     after_item(seen)
         except FloatingPointError as error:
             step = trainer.get_num_updates() + 1
             raise UserError(f"fine-tuning diverged at step {step} ({error}); lower lr") from error
+    if trainer.get_num_updates() < updates:
+        skipped = updates - trainer.get_num_updates()
+        logger.warning("%d of %d updates were skipped: their gradients overflowed in fp16", skipped, updates)
     if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
         raise UserError("fine-tuning left weights that are NaN or infinite; lower lr")
 

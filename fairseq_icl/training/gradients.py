@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 import pandas as pd
 import torch
 from fairseq.logging import metrics
-from fairseq.optim import AMPOptimizer, FairseqOptimizer
-from torch import Tensor
+from fairseq.optim import AMPOptimizer, FairseqOptimizer, FP16Optimizer, MemoryEfficientFP16Optimizer
+from torch import Tensor, nn
 
 from fairseq_icl.compat import true_gradients
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.pretrained_lm import DTYPES
 from fairseq_icl.results import heatmap_matrix
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.gradient_record import GradientRecorder, checked_record, trained_parameters
@@ -111,16 +112,18 @@ class GradientControl:
     def check_finite(self, optimizer: FairseqOptimizer, loss: float, rows: list[int]) -> None:
         """Right after backward: a UserError that names layers and demonstrations if loss or gradient is not finite.
 
-        fairseq itself stops before `before_step` then, without a name. In fp16 it is its business alone: overflows
-        are part of finding the loss scale.
+        fairseq itself stops before `before_step` then, without a name. In fp16 overflows of the gradient are part of
+        finding the loss scale, and fairseq's business alone; the loss itself is computed in fp32 and not scaled.
         """
-        if isinstance(optimizer, AMPOptimizer) or getattr(optimizer, "scaler", None) is not None:
+        if isinstance(optimizer, AMPOptimizer):
             return
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss is NaN or infinite at {_named(rows)}: numbers overflow in the model; if it is the first one "
-                "take another checkpoint, else lower --lr"
+                "take another checkpoint (or precision, in fp16), else lower --lr"
             )
+        if getattr(optimizer, "scaler", None) is not None:
+            return
         norms = norms_of([parameter.grad for _, _, parameter in self.trained])
         if not all(map(math.isfinite, norms)):
             raise UserError(self._not_finite(norms, rows))
@@ -152,6 +155,17 @@ class GradientControl:
         )
         layers = f"layer {bad[0]}" if len(bad) == 1 else f"layers {bad[0]}-{bad[-1]}"
         return f"the gradient of {layers} is NaN or infinite at {_named(rows)}; lower --lr or set --clip-norm"
+
+
+def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimizer) -> None:
+    """Refuse to train where model, optimizer and the setting `precision` are not of one mind.
+
+    Both follow from --precision on a command line, and in Python; a configuration written by hand may differ.
+    """
+    dtype = next(model.parameters()).dtype
+    has_masters = isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer)
+    if dtype != DTYPES[precision] or (precision != "fp32" and not has_masters):
+        raise UserError(f"precision={precision}: fairseq's own fp16 and bf16 say otherwise; make them agree")
 
 
 def _named(rows: list[int]) -> str:

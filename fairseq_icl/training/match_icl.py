@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
-from fairseq_icl.observing.probe import attention_outputs
+from fairseq_icl.observing.probe import at_least_single, attention_outputs
 from fairseq_icl.prompts.build import Prompts
 
 
@@ -100,5 +100,5 @@ def matching_losses(
     found = evaluate(outputs) if evaluate is not None else outputs()
     places = [marks.nonzero().flatten() for marks in scored]
     wanted = torch.cat([targets.outputs[row][:, place] for row, place in zip(rows, places, strict=True)], dim=1)
-    missing = (torch.stack(found) - wanted).square().sum(-1)  # (layers, n)
+    missing = at_least_single(torch.stack(found) - wanted).square().sum(-1)  # (layers, n)
     return missing / targets.scale.to(missing)[:, None]

@@ -40,6 +40,10 @@ PROTOCOL: dict[str, Any] = {
     "disable_validation": True,
 }
 """What every run of the papers has in common, unless a method says otherwise."""
+LOSS_SCALE: dict[str, Any] = {"fp16_init_scale": 4, "fp16_scale_window": 256}
+"""The authors' in fp16: where the dynamic loss scale starts, and after how many updates without overflow it doubles."""
+PRECISION: dict[str, dict[str, Any]] = {"fp32": {}, "fp16": {"fp16": True, **LOSS_SCALE}, "bf16": {"bf16": True}}
+"""Options of fairseq's for each precision: its optimizer with fp32 master weights."""
 ALL = 1_000_000
 """More demonstrations than anyone has: as --update-freq, all of them make one step."""
 
@@ -145,6 +149,15 @@ def get_method(name: str) -> Method:
     return _methods[name]
 
 
+def check_precision_of(method: Method, settings: Settings) -> None:
+    """Refuse a method that half precision does not have, before a model is loaded."""
+    if settings.precision != "fp32" and method.options.get("sequential"):
+        raise UserError(
+            f"method={method.name}: one layer's step cannot be taken alone in half precision; use precision=fp32, or "
+            "leave the method out"
+        )
+
+
 def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
     """What to call the way a checkpoint was trained, from its configuration (fairseq's `cfg` as plain containers).
 
@@ -176,7 +189,8 @@ def _saved_option(config: Mapping[str, Any], name: str) -> Any:
 
 def training_options(method: Method, settings: Settings, files: ModelFiles, data: str, dataset: str) -> dict[str, Any]:
     """The options of `fairseq-train`, by name, that fine-tune with `method` as the settings say."""
-    options = PROTOCOL | {"data": data, "dataset": dataset, **files.options()} | method.options
+    named = {"data": data, "dataset": dataset, **files.options()}
+    options = PROTOCOL | PRECISION[settings.precision] | named | method.options
     if options["optimizer"] != PROTOCOL["optimizer"] and "momentum" not in method.options:
         del options["momentum"]  # a flag of SGD's own
     components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])

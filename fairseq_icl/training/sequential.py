@@ -61,7 +61,7 @@ def sequential_step(
 def _check(optimizer: FairseqOptimizer) -> None:
     """Refuse what would step all layers, or another process's gradients, together."""
     if isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer | AMPOptimizer):
-        raise UserError("--sequential: one layer's step cannot be taken alone in half precision; leave out --fp16")
+        raise UserError("--sequential: one layer's step cannot be taken alone in half precision; use precision=fp32")
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise UserError("--sequential: updates are of one demonstration each; train in one process")
 

@@ -43,6 +43,21 @@ def test_half_precision_file_is_loaded_in_single_precision(world: World, diction
     assert torch.allclose(logits(decoder), logits(load_decoder(world.model, dictionary)), atol=1e-2)
 
 
+def test_weights_that_xglm_does_not_use_are_left_aside_and_others_refused(
+    world: World, dictionary: Dictionary, tmp_path: Path
+):
+    state = dict(read_checkpoint(world.model))
+    state["model"] |= {"decoder.mevo_layer.proj_weight": torch.zeros(2)}
+    torch.save(state, tmp_path / "xglm.pt")
+    assert torch.equal(
+        logits(load_decoder(tmp_path / "xglm.pt", dictionary)), logits(load_decoder(world.model, dictionary))
+    )
+    state["model"] |= {"decoder.other_layer.weight": torch.zeros(2)}
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(UserError, match=r"unknown: other_layer\.weight"):
+        load_decoder(tmp_path / "other.pt", dictionary)
+
+
 def test_missing_version_marker_does_not_lose_the_final_norm(world: World, dictionary: Dictionary, tmp_path: Path):
     state = dict(read_checkpoint(world.model))
     state["model"] = {name: tensor for name, tensor in state["model"].items() if name != "decoder.version"}

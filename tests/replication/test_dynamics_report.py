@@ -43,7 +43,7 @@ def test_curves_are_drawn(folder):
 def test_the_plan_counts_the_points(world, tmp_path):
     cells = expand(configuration(world, tmp_path, *WORDS))
     stages = {stage.name: (count, stage.kind) for stage, (count, _) in stages_of(cells).items()}
-    assert stages["curve"] == (1, (4, 5))
+    assert stages["curve"] == (1, (4, 5, "fp32"))
     plain = expand(configuration(world, tmp_path, *WORDS[:2], "curve_examples=0"))
     assert "curve" not in {stage.name for stage in stages_of(plain)}
 

@@ -160,7 +160,7 @@ def test_what_would_step_layers_together_is_refused():
         {"optimizer": sgd, "common": common | {"min_loss_scale": 1e-4} | {"fp16_no_flatten_grads": True}}
     )
     half = FP16Optimizer.build_optimizer(config, [p for p in model.parameters() if p.requires_grad])
-    with pytest.raises(UserError, match="leave out --fp16"):
+    with pytest.raises(UserError, match="use precision=fp32"):
         update(model, criterion(sequential=True), half)
 
 

@@ -123,7 +123,7 @@ def markdown_page(contents: Contents, drawings: "list[Drawing]") -> str:
     lines = [
         f"# Report: {text.marked(', '.join(run.experiments))}",
         "",
-        f"{finished} of {len(run.planned)} cells finished.",
+        f"{finished} of {len(run.planned)} cells finished. {run.computed_in}".rstrip(),
         "",
     ]
     lines += [line for warning in run.warnings for line in (f"**{text.marked(warning)}**", "")]

@@ -156,7 +156,7 @@ def _state(run: Run) -> str:
     """What was planned, what is there, and how to read the tables."""
     models = ", ".join(run.planned["model"].drop_duplicates())
     finished = int(run.planned["finished"].sum())
-    text = [f"Model: {escape(models)}. {finished} of {len(run.planned)} cells finished."]
+    text = [f"Model: {escape(models)}. {escape(run.computed_in)} {finished} of {len(run.planned)} cells finished."]
     if len(run.missing):
         text.append(f"<strong>{len(run.missing)} missing</strong>: the same command again computes just these.")
     text += [f"<strong>{escape(warning)}</strong>" for warning in run.warnings]

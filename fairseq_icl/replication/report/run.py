@@ -62,6 +62,16 @@ class Run:
         return self.planned[~self.planned["finished"]]
 
     @property
+    def precisions(self) -> list[str]:
+        """In which the finished cells were computed; results from before there was a choice are in fp32."""
+        return sorted({said["cell"]["settings"].get("precision", "fp32") for said in self.configurations.values()})
+
+    @property
+    def computed_in(self) -> str:
+        """The precisions in words."""
+        return f"Computed in {', '.join(self.precisions)}." if self.precisions else ""
+
+    @property
     def warnings(self) -> list[str]:
         """What a reader of the tables has to know: cells of one folder that were rounded differently."""
         warnings = []
@@ -122,6 +132,7 @@ def load_run(folder: str | Path) -> Run:
         raise UserError(f"{folder}: nothing was planned here yet; start with fairseq-icl replicate out={folder}")
     planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
     planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
+    planned = with_precisions_apart(planned)
     planned["finished"] = [store.is_finished(key) for key in planned["key"]]
     configurations, tables = {}, []
     records, curves = dict[str, pd.DataFrame](), dict[str, pd.DataFrame]()
@@ -140,6 +151,9 @@ def load_run(folder: str | Path) -> Run:
     experiments = dict.fromkeys(plan["experiment"] for plan in plans)
     sizes = {key: step_size_matrix(record) for key, record in records.items()}
     whole = {key: whole_layer_matrix(record) for key, record in records.items()}
+    models = {str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)}
+    for name in planned["model"].drop_duplicates():  # those that got a precision into their name
+        models |= {name: models[plain]} if name not in models and (plain := name.rpartition(" (")[0]) in models else {}
     return Run(
         folder=Path(folder),
         planned=planned,
@@ -148,7 +162,7 @@ def load_run(folder: str | Path) -> Run:
         experiments=list(experiments),
         tables=list(shown),
         gradients={key: heatmap_matrix(record) for key, record in records.items()},
-        models={str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)},
+        models=models,
         curves=curves,
         step_sizes={key: size for key, size in sizes.items() if size is not None},
         whole_layers={key: norms for key, norms in whole.items() if norms is not None},
@@ -158,6 +172,20 @@ def load_run(folder: str | Path) -> Run:
 
 BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
 """What a run has by the keys of cells (or the names of models)."""
+
+
+def with_precisions_apart(planned: pd.DataFrame) -> pd.DataFrame:
+    """Planned cells, with a model's name saying the precision where tables would average over several.
+
+    `precision` is a column where some plan has one other than fp32; it is gone afterwards.
+    """
+    if "precision" not in planned:
+        return planned
+    precision = planned["precision"].fillna("fp32")
+    mixed = precision.groupby([planned[name] for name in IDENTITY]).transform("nunique") > 1
+    of_model = planned["model"].isin(planned.loc[mixed, "model"]) & ~planned["variant"].str.contains("precision=")
+    renamed = planned["model"].where(~of_model | (precision == "fp32"), planned["model"] + " (" + precision + ")")
+    return planned.drop(columns="precision").assign(model=renamed)
 
 
 def side_by_side(runs: Sequence[Run]) -> Run:
