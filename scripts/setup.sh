@@ -13,6 +13,6 @@ echo "Setting up .venv (a few minutes the first time, most of them for compiling
 # fairseq ships as source and its isolated build would download a second torch of several gigabytes. What the build
 # needs is installed first, so that it can be built without isolation.
 .venv/bin/pip install --quiet -c constraints.txt torch numpy cython setuptools wheel
-.venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,joblib,slurm,notebook]'
+.venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,joblib,slurm,notebook,hub]'
 rm -f .venv/installed-*
 touch "$stamp"

@@ -17,6 +17,8 @@ from fairseq_icl.prompts.catalogue import DatasetSpec
 from fairseq_icl.prompts.readers import Row, Split, find_split
 
 Likeness = Literal["same", "fitting", "unknown", "other"]
+DOUBTFUL: tuple[Likeness, ...] = ("unknown", "other")
+"""Results may differ from the papers' because of the rows."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class RowRecord:
 
     count: int
     sha256: str
+    likeness: Likeness | None = None
+    """How like those that the papers used, where that was looked at and something is known of them."""
 
     def as_dict(self) -> dict[str, Any]:
         """For files of results."""
@@ -43,7 +47,7 @@ class Comparison:
     @property
     def is_doubtful(self) -> bool:
         """Whether results may differ from the papers' because of the rows."""
-        return self.likeness in ("other", "unknown")
+        return self.likeness in DOUBTFUL
 
 
 def record_rows(spec: DatasetSpec, rows: Sequence[Row]) -> RowRecord:
@@ -65,22 +69,24 @@ def _line(spec: DatasetSpec, row: Row) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
-def compare_rows(folder: Path, spec: DatasetSpec, split: Split, rows: Sequence[Row]) -> Comparison | None:
+def compare_rows(
+    folder: Path, spec: DatasetSpec, split: Split, rows: Sequence[Row], record: RowRecord | None = None
+) -> Comparison | None:
     """The rows of a split of the data in `folder` beside those that the papers used; None if nothing is known of them.
 
-    Where no hash of the papers' rows is known, the hub's file is recognised by its checksum.
+    The hub's own file is recognised by its checksum. `record`: of these rows, if it was made already.
     """
     known = spec.rows.get(split)
     if known is None:
         return None
     if len(rows) != known["count"]:
         return Comparison("other", f"not the papers' rows: {len(rows):,}, the papers' file has {known['count']:,}")
-    if "sha256" in known:
-        if record_rows(spec, rows).sha256 == known["sha256"]:
-            return Comparison("same", "row for row those of the papers")
-        return Comparison("other", "not the papers' rows: as many, but other ones or in another order")
+    if "sha256" in known and (record or record_rows(spec, rows)).sha256 == known["sha256"]:
+        return Comparison("same", "row for row those of the papers")
     if (pinned := spec.hub.get("sha256", {}).get(split)) and _sum_of_file(folder, spec, split) == pinned:
         return Comparison("same", "row for row those of the papers (the hub's own file)")
+    if "sha256" in known:
+        return Comparison("other", "not the papers' rows: as many, but other ones or in another order")
     single = known.get("single", {})
     for number, sha256 in single.items():
         if hash_row(spec, rows[number]) != sha256:

@@ -1,0 +1,208 @@
+"""`fairseq-icl fetch` by the real command against a loopback hub, and a replication of what it brought."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from fairseq_icl.commands import fetch
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import DEMO_MODEL, sha256_of
+from tests.commands import Result, assert_one_clear_line, run, succeeded
+from tests.fetching.loopback_hub import COMMIT, LoopbackHub, Repo
+from tests.fetching.six import SIX, as_file, made_up_rows, publish
+from tests.fetching.test_archive import make_archive, special
+
+TINY = "someone/tiny-gpt2"
+
+
+def command(hub: LoopbackHub, *words: object, **environment: str) -> Result:
+    """`fairseq-icl ...` by a user who has HF_ENDPOINT on the loopback hub and an empty cache."""
+    home = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    return run("fairseq-icl", *words, **(home | environment))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a tiny GPT-2 as a repository has them, with some that nobody needs."""
+    from tests.models.hf_reference import reference_model, save
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save(reference_model("gpt2", n_positions=1024, bos_token_id=0, eos_token_id=0), folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "generation_config.json"}
+    return files | {"README.md": b"# tiny", "onnx/model.onnx": b"x" * 100, "pytorch_model.bin": b"x" * 100}
+
+
+def test_from_an_empty_folder_to_a_replication(hub: LoopbackHub, tiny: dict[str, bytes], tmp_path: Path):
+    """The six datasets and a model are fetched, then replicated: from folders, then by the names on the hub."""
+    specs = publish(hub, tmp_path / "specs")
+    hub.repos[f"models/{TINY}"] = Repo(tiny)
+    home = {"HF_HOME": str(tmp_path / "hf"), "FAIRSEQ_ICL_CACHE": str(tmp_path / "cache")}
+
+    brought = succeeded(command(hub, "fetch", "data", *specs.values(), "--to", tmp_path / "DATA", **home))
+    lines = brought.stdout.splitlines()
+    assert len(lines) == 12
+    assert sum("12 rows, row for row those of the papers" in line for line in lines) == 5
+    assert sum("5 rows, row for row those of the papers" in line for line in lines) == 6
+    assert (
+        f"{tmp_path / 'DATA/subj/train.jsonl'}: fetched, 12 rows, as many rows as the papers' file; the 2" in lines[6]
+    )
+    assert "train.parquet: 100%" in brought.stderr  # progress
+
+    model = succeeded(command(hub, "fetch", "model", TINY, "--to", tmp_path / "tiny", **home))
+    assert f"{TINY} of the hub at commit {COMMIT}" in model.stdout
+    assert "ready: fairseq-train" in model.stdout  # the doctor
+    assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+    words = ["replicate", "experiment=deutch2024", "init=pretrained", "method=gd", "lr=0.01", "num_demonstrations=2"]
+    words += ["seed=1", "limit=2", "--quiet"]
+    folders = [f"model={tmp_path / 'tiny'}", f"data={tmp_path / 'DATA'}", f"out={tmp_path / 'RUN'}"]
+    succeeded(command(hub, *words, f"dataset={','.join(map(str, specs.values()))}", *folders, **home))
+    found = cells(tmp_path / "RUN")
+    assert set(found) == set(SIX)
+    assert found["cb"]["rows"]["valid"] == {
+        **yaml.safe_load(specs["cb"].read_text())["rows"]["valid"],
+        "likeness": "same",
+    }
+
+    names = [f"model=hub:{TINY}", "data=hub", f"dataset={specs['cb']}", f"out={tmp_path / 'HUB'}"]
+    succeeded(command(hub, *words, *names, **home))
+    assert (tmp_path / "cache" / "data" / "cb" / "train.parquet").is_file()
+    assert cells(tmp_path / "HUB")["cb"]["values"] == found["cb"]["values"]
+
+    asked = len(hub.asked)
+    succeeded(command(hub, "fetch", "data", specs["sst2"], specs["agnews"], "--to", tmp_path / "DATA", **home))
+    assert len(hub.asked) == asked  # all is there and known: the hub is not asked
+
+
+def cells(folder: Path) -> dict[str, dict[str, Any]]:
+    """Dataset -> what its cell says of itself, and its values as bytes."""
+    found = {}
+    for place in (folder / "cells").iterdir():
+        said = json.loads((place / "cell.json").read_text())
+        values = pd.read_parquet(place / "results.parquet")["value"].to_numpy()
+        found[said["cell"]["dataset"]] = said | {"values": values.tobytes()}
+    return found
+
+
+@pytest.fixture
+def cb(hub: LoopbackHub, tmp_path: Path) -> Path:
+    """The YAML of the smallest dataset, which is on the hub."""
+    return publish(hub, tmp_path / "specs", ("cb",))["cb"]
+
+
+def cb_file(hub: LoopbackHub, split: str = "train") -> tuple[dict[str, bytes], str, str]:
+    """(files of its repository, path of a split in it, the same as the server's path)."""
+    repo = hub.repos["datasets/aps/super_glue"]
+    path = next(name for name in repo.files if split in name)
+    return repo.files, path, f"/datasets/aps/super_glue/resolve/{repo.commit}/{path}"
+
+
+def test_a_download_that_was_cut_off_is_gone_on_with(hub, cb, tmp_path):
+    path = cb_file(hub)[2]
+    hub.cuts[path] = [700, 300]
+    succeeded(command(hub, "fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"))
+    assert hub.ranges(path) == ["", "bytes=700-", "bytes=1000-"]
+
+
+def test_what_goes_wrong_is_one_line_and_leaves_no_file_behind(hub, cb, tmp_path):
+    files, path, served = cb_file(hub)
+    words = ["fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"]
+    place = tmp_path / "DATA" / "cb" / "train.parquet"
+
+    hub.altered[served] = files[path][:-1] + b"?"
+    assert_one_clear_line(command(hub, *words), served, "checksum", "give the command again")
+    hub.altered.clear()
+    content = files.pop(path)
+    assert_one_clear_line(command(hub, *words), f"aps/super_glue: no file {path} in it")
+    files[path] = as_file(made_up_rows("cb", "train", 12)[::-1], ".parquet")
+    assert_one_clear_line(command(hub, *words), "not the papers' rows: as many, but other", "--any-rows")
+    files[path] = content
+    hub.repos["datasets/aps/super_glue"].commit = COMMIT
+    assert_one_clear_line(command(hub, *words), "aps/super_glue: the hub has no revision 5234c61e")
+    hub.repos.clear()
+    assert_one_clear_line(command(hub, *words), "aps/super_glue: the hub has no repository of that name")
+    assert not place.exists()
+
+
+def test_rows_of_another_order_are_kept_on_request_and_said_to_be_such(hub, cb, tmp_path):
+    files, path, _ = cb_file(hub)
+    files[path] = as_file(made_up_rows("cb", "train", 12)[::-1], ".parquet")
+    words = ["fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"]
+    assert "not the papers' rows" in succeeded(command(hub, *words, "--any-rows")).stdout
+    shown = succeeded(command(hub, "datasets", cb, "--data", tmp_path / "DATA")).stdout
+    assert "WARNING: not the papers' rows: as many, but other ones or in another order; a seed draws others" in shown
+
+
+def test_without_space_it_is_one_line(hub, cb, tmp_path):
+    words = ["fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"]
+    home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    assert_one_clear_line(run("fairseq-icl", *words, shell_prefix="ulimit -f 1;", **home), "cannot be written", "--to")
+
+
+def test_without_network_it_is_one_line_that_says_what_to_do(tmp_path):
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    result = run("fairseq-icl", "fetch", "data", "sst2", "--to", tmp_path / "DATA", **nobody)
+    put = f"and put it at {tmp_path / 'DATA/sst2/train.parquet'}"
+    assert_one_clear_line(result, "http://127.0.0.1:9: cannot be reached", "/sst2/train-00000-of-00001.parquet", put)
+    offline = run("fairseq-icl", "fetch", "data", "sst2", "--to", tmp_path / "DATA", HF_HUB_OFFLINE="1")
+    assert_one_clear_line(offline, "HF_HUB_OFFLINE is set", put)
+
+
+def test_by_hand_lists_the_papers_files_without_any_network(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert fetch.main(["data", "--to", "DATA", "--by-hand"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert sorted({line.split("/")[1] for line in lines}) == sorted(SIX)
+    assert all(" https://huggingface.co/datasets/" in line for line in lines)
+
+
+def test_a_file_that_is_there_is_not_overwritten(hub, cb, tmp_path):
+    (tmp_path / "DATA").mkdir()
+    (tmp_path / "DATA" / "cb_train.jsonl").write_text('{"premise": "p", "hypothesis": "h", "label": 0}\n')
+    result = command(hub, "fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet")
+    assert_one_clear_line(result, "cb_train.jsonl: is there already", "move it away")
+
+
+def model_yaml(hub: LoopbackHub, folder: Path, *members) -> Path:
+    """A model's YAML file whose archive, of the demo model or of `members`, is on the server."""
+    archive = folder / "demo.tar.gz"
+    if members:
+        make_archive(archive, *members)
+    else:
+        with tarfile.open(archive, "w:gz") as tar:
+            for name in ("model.pt", "dict.txt"):
+                tar.add(DEMO_MODEL.parent / name, f"inner/{name}")
+    hub.files["/lm/demo.tar.gz"] = archive.read_bytes()
+    tokenizer = DEMO_MODEL.parent / "sentencepiece.bpe.model"
+    hub.files["/bpe/pieces"] = tokenizer.read_bytes()
+    beside = {tokenizer.name: {"url": f"{hub.url}/bpe/pieces", "sha256": sha256_of(tokenizer)}}
+    said = {"path": str(folder / "models" / "mine" / "model.pt"), "bpe": "sentencepiece", "beside": beside}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(said | {"archive": f"{hub.url}/lm/demo.tar.gz"}))
+    return folder / "mine.yaml"
+
+
+def test_an_archive_comes_to_where_replicate_looks_for_it(hub, tmp_path, capsys):
+    said = model_yaml(hub, tmp_path)
+    hub.cuts["/lm/demo.tar.gz"] = [10_000]
+    assert fetch.main(["model", str(said), "--quiet"]) == 0
+    assert "ready" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "models" / "mine").iterdir())
+    assert names == ["dict.txt", "model.pt", "sentencepiece.bpe.model"]
+    assert hub.ranges("/lm/demo.tar.gz") == ["", "bytes=10000-"]
+
+
+def test_a_hostile_archive_is_refused(hub, tmp_path):
+    link = special(tarfile.SYMTYPE, "inner/dict.txt", "/etc/passwd")
+    said = model_yaml(hub, tmp_path, ("inner/model.pt", b"weights"), link)
+    with pytest.raises(UserError, match="a link or a device"):
+        fetch.main(["model", str(said), "--quiet"])
+    assert [path.name for path in (tmp_path / "models" / "mine").iterdir()] == ["demo.tar.gz"]
