@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -60,10 +61,14 @@ class Repository:
             download(self.address(path), place, size=file.size, checksum=checksum, headers=headers, quiet=quiet)
 
 
+def endpoint() -> str:
+    """Where the hub is."""
+    return os.environ.get("HF_ENDPOINT", ENDPOINT).rstrip("/")
+
+
 def address(kind: Kind, name: str, revision: str, path: str) -> str:
     """Where the hub has a file; for people as well, who may fetch it with a browser."""
-    endpoint = os.environ.get("HF_ENDPOINT", ENDPOINT).rstrip("/")
-    return f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}/resolve/{quote(revision, safe='')}/{quote(path)}"
+    return f"{endpoint()}/{'datasets/' * (kind == 'dataset')}{name}/resolve/{quote(revision, safe='')}/{quote(path)}"
 
 
 def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -> Repository:
@@ -73,7 +78,9 @@ def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -
     """
     library = _library()
     with _one_line(name, revision, by_hand):
-        found = library.HfApi().repo_info(name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT)
+        found = library.HfApi(endpoint()).repo_info(
+            name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT
+        )
     files = [_file(sibling) for sibling in found.siblings or []]
     return Repository(kind, found.id, found.sha, {file.path: file for file in files})
 
@@ -88,13 +95,14 @@ def fetch_to_cache(
     library = _library()
     if quiet:
         library.utils.disable_progress_bars()
+    bring = partial(library.hf_hub_download, endpoint=endpoint())
     for path in paths:
         with _one_line(repository.name, repository.commit, by_hand):
-            place = Path(library.hf_hub_download(repository.name, path, revision=repository.commit))
+            place = Path(bring(repository.name, path, revision=repository.commit))
         if not repository.has(path, place):
             raise UserError(f"{place}: damaged (its checksum is not the hub's); remove it and try again")
     with _one_line(repository.name, revision, by_hand):
-        return Path(library.hf_hub_download(repository.name, paths[0], revision=revision)).parent
+        return Path(bring(repository.name, paths[0], revision=revision)).parent
 
 
 def _file(sibling: Any) -> HubFile:
@@ -104,8 +112,8 @@ def _file(sibling: Any) -> HubFile:
 
 def _authorization() -> dict[str, str]:
     """The header that tells the hub who asks, if the user has logged in."""
-    headers = _library().utils.build_hf_headers()
-    return {name: value for name, value in headers.items() if name.lower() in ("authorization", "user-agent")}
+    token = _library().get_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _library() -> Any:
@@ -122,7 +130,7 @@ def _library() -> Any:
 @contextmanager
 def _one_line(name: str, revision: str | None, by_hand: str) -> Iterator[None]:
     """What the library raises, in one line that says what to do."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
     try:
         yield
@@ -144,7 +152,7 @@ def _one_line(name: str, revision: str | None, by_hand: str) -> Iterator[None]:
         if not _is_network(error):
             raise
         said = network_reason(error)[:MAX_NETWORK_WORDS]
-        raise UserError(f"{constants.ENDPOINT}: cannot be reached ({said}); {by_hand}") from error
+        raise UserError(f"{endpoint()}: cannot be reached ({said}); {by_hand}") from error
 
 
 def _is_network(error: BaseException | None) -> bool:

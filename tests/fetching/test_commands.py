@@ -9,9 +9,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from fairseq_icl.commands import fetch
+from fairseq_icl.commands import datasets, fetch
+from fairseq_icl.commands.replicate import with_fetched
 from fairseq_icl.errors import UserError
+from fairseq_icl.fetching.models import fetch_hub_model, needed_files
 from fairseq_icl.files import DEMO_MODEL, sha256_of
+from fairseq_icl.replication.configuration import compose_configuration, friendly
 from tests.commands import Result, assert_one_clear_line, run, succeeded
 from tests.fetching.loopback_hub import COMMIT, LoopbackHub, Repo
 from tests.fetching.six import SIX, as_file, made_up_rows, publish
@@ -38,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def test_from_an_empty_folder_to_a_replication(hub: LoopbackHub, tiny: dict[str, bytes], tmp_path: Path):
-    """The six datasets and a model are fetched, then replicated: from folders, then by the names on the hub."""
+    """The six datasets and a model are fetched, then replicated."""
     specs = publish(hub, tmp_path / "specs")
     hub.repos[f"models/{TINY}"] = Repo(tiny)
     home = {"HF_HOME": str(tmp_path / "hf"), "FAIRSEQ_ICL_CACHE": str(tmp_path / "cache")}
@@ -73,11 +76,6 @@ def test_from_an_empty_folder_to_a_replication(hub: LoopbackHub, tiny: dict[str,
         "likeness": "same",
     }
 
-    names = [f"model=hub:{TINY}", "data=hub", f"dataset={specs['cb']}", f"out={tmp_path / 'HUB'}"]
-    succeeded(command(hub, *words, *names, **home))
-    assert (tmp_path / "cache" / "data" / "cb" / "train.parquet").is_file()
-    assert cells(tmp_path / "HUB")["cb"]["values"] == found["cb"]["values"]
-
     asked = len(hub.asked)
     succeeded(command(hub, "fetch", "data", specs["sst2"], specs["agnews"], "--to", tmp_path / "DATA", **home))
     assert len(hub.asked) == asked  # all is there and known: the hub is not asked
@@ -109,37 +107,49 @@ def cb_file(hub: LoopbackHub, split: str = "train") -> tuple[dict[str, bytes], s
 def test_a_download_that_was_cut_off_is_gone_on_with(hub, cb, tmp_path):
     path = cb_file(hub)[2]
     hub.cuts[path] = [700, 300]
-    succeeded(command(hub, "fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"))
+    assert fetch.main(["data", str(cb), "--to", str(tmp_path / "DATA")]) == 0
     assert hub.ranges(path) == ["", "bytes=700-", "bytes=1000-"]
 
 
 def test_what_goes_wrong_is_one_line_and_leaves_no_file_behind(hub, cb, tmp_path):
     files, path, served = cb_file(hub)
-    words = ["fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"]
-    place = tmp_path / "DATA" / "cb" / "train.parquet"
+    content, turned = files[path], as_file(made_up_rows("cb", "train", 12)[::-1], ".parquet")
 
-    hub.altered[served] = files[path][:-1] + b"?"
-    assert_one_clear_line(command(hub, *words), served, "checksum", "give the command again")
+    def refused(message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            fetch.main(["data", str(cb), "--to", str(tmp_path / "DATA"), "--quiet"])
+        assert not (tmp_path / "DATA" / "cb").exists()
+
+    hub.altered[served] = content[:-1] + b"?"
+    refused(f"{served}: damaged or changed on the way .checksum .*give the command again")
     hub.altered.clear()
-    content = files.pop(path)
-    assert_one_clear_line(command(hub, *words), f"aps/super_glue: no file {path} in it")
-    files[path] = as_file(made_up_rows("cb", "train", 12)[::-1], ".parquet")
-    assert_one_clear_line(command(hub, *words), "not the papers' rows: as many, but other", "--any-rows")
-    files[path] = content
+    files[path] = turned
+    refused("not the papers' rows: as many, but other ones or in another order, so it is not put .*--any-rows")
+    del files[path]
+    refused(f"aps/super_glue: no file {path} in it")
     hub.repos["datasets/aps/super_glue"].commit = COMMIT
-    assert_one_clear_line(command(hub, *words), "aps/super_glue: the hub has no revision 5234c61e")
+    refused("aps/super_glue: the hub has no revision 5234c61e.*download .* and put it at")
     hub.repos.clear()
-    assert_one_clear_line(command(hub, *words), "aps/super_glue: the hub has no repository of that name")
-    assert not place.exists()
+    refused("aps/super_glue: the hub has no repository of that name")
 
 
-def test_rows_of_another_order_are_kept_on_request_and_said_to_be_such(hub, cb, tmp_path):
+def test_a_checksum_in_the_yaml_counts_whatever_the_hub_says(hub, tmp_path):
+    spec = publish(hub, tmp_path / "specs", ("agnews",))["agnews"]
+    said = yaml.safe_load(spec.read_text())
+    said["hub"]["sha256"]["train"] = "0" * 64
+    spec.write_text(yaml.safe_dump(said))
+    with pytest.raises(UserError, match=f"expected {'0' * 16}"):
+        fetch.main(["data", str(spec), "--to", str(tmp_path / "DATA"), "--quiet"])
+
+
+def test_rows_of_another_order_are_kept_on_request_and_said_to_be_such(hub, cb, tmp_path, capsys):
     files, path, _ = cb_file(hub)
     files[path] = as_file(made_up_rows("cb", "train", 12)[::-1], ".parquet")
-    words = ["fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet"]
-    assert "not the papers' rows" in succeeded(command(hub, *words, "--any-rows")).stdout
-    shown = succeeded(command(hub, "datasets", cb, "--data", tmp_path / "DATA")).stdout
-    assert "WARNING: not the papers' rows: as many, but other ones or in another order; a seed draws others" in shown
+    assert fetch.main(["data", str(cb), "--to", str(tmp_path / "DATA"), "--any-rows", "--quiet"]) == 0
+    assert "not the papers' rows" in capsys.readouterr().out
+    assert datasets.main([str(cb), "--data", str(tmp_path / "DATA")]) == 0
+    warning = "WARNING: not the papers' rows: as many, but other ones or in another order; a seed draws others"
+    assert warning in capsys.readouterr().out
 
 
 def test_without_space_it_is_one_line(hub, cb, tmp_path):
@@ -168,8 +178,77 @@ def test_by_hand_lists_the_papers_files_without_any_network(tmp_path, capsys, mo
 def test_a_file_that_is_there_is_not_overwritten(hub, cb, tmp_path):
     (tmp_path / "DATA").mkdir()
     (tmp_path / "DATA" / "cb_train.jsonl").write_text('{"premise": "p", "hypothesis": "h", "label": 0}\n')
-    result = command(hub, "fetch", "data", cb, "--to", tmp_path / "DATA", "--quiet")
-    assert_one_clear_line(result, "cb_train.jsonl: is there already", "move it away")
+    with pytest.raises(UserError, match=r"cb_train\.jsonl: is there already.*move it away"):
+        fetch.main(["data", str(cb), "--to", str(tmp_path / "DATA"), "--quiet"])
+
+
+def test_names_on_the_hub_become_folders_of_the_cache(hub, cb, tiny, tmp_path, monkeypatch):
+    hub.repos[f"models/{TINY}"] = Repo(tiny)
+    words = [f"model=hub:{TINY}", "data=hub", f"dataset={cb}", "experiment=deutch2024", "quiet=true"]
+    config = compose_configuration(friendly(words, sweep=False))
+    assert config["model"]["name"] == "tiny-gpt2"
+    fetched = with_fetched(config)
+    model, data = Path(fetched["model"]["path"]), Path(fetched["data"])
+    assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert model.parent == tmp_path / "hf" / "models--someone--tiny-gpt2" / "snapshots"
+    assert sorted(path.name for path in (data / "cb").iterdir()) == ["train.parquet", "valid.parquet"]
+    assert data == tmp_path / "cache" / "data"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # now without network
+    assert with_fetched(config) == fetched
+    with pytest.raises(UserError, match=r"cannot be reached .* download config\.json.* and give model=THE_FOLDER"):
+        with_fetched(config | {"model": {"path": "hub:someone/else"}})
+
+
+def test_a_revision_of_a_model_can_be_named(hub, tiny, tmp_path):
+    hub.repos[f"models/{TINY}"] = Repo(tiny)
+    assert fetch_hub_model(f"{TINY}@{COMMIT}", tmp_path / "a", quiet=True).endswith(COMMIT)
+    with pytest.raises(UserError, match=f"{TINY}: the hub has no revision v9 of it"):
+        fetch_hub_model(f"{TINY}@v9", tmp_path / "b", quiet=True)
+
+
+WHOLE = ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("there", "needed"),
+    [
+        ([*WHOLE, "model.safetensors", "pytorch_model.bin"], [*WHOLE, "model.safetensors"]),
+        ([*WHOLE, "vocab.json", "merges.txt", "pytorch_model.bin", "tf_model.h5"], [*WHOLE, "pytorch_model.bin"]),
+        (
+            ["config.json", "vocab.json", "merges.txt", "model.safetensors"],
+            ["config.json", "vocab.json", "merges.txt", "model.safetensors"],
+        ),
+        (
+            [
+                *WHOLE,
+                "model.safetensors.index.json",
+                "model-00002-of-00002.safetensors",
+                "model-00001-of-00002.safetensors",
+            ],
+            [
+                *WHOLE,
+                "model.safetensors.index.json",
+                "model-00001-of-00002.safetensors",
+                "model-00002-of-00002.safetensors",
+            ],
+        ),
+    ],
+)
+def test_only_what_is_needed_of_a_repository_is_fetched(there, needed):
+    assert needed_files("x", there) == needed
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        (["model.gguf"], "no config.json in it"),
+        (["config.json", "tokenizer.model"], "its tokenizer cannot be read here"),
+        ([*WHOLE, "model.gguf"], "its weights cannot be read here"),
+    ],
+)
+def test_a_repository_that_cannot_be_read_is_refused_before_it_is_fetched(there, message):
+    with pytest.raises(UserError, match=message):
+        needed_files("x", there)
 
 
 def model_yaml(hub: LoopbackHub, folder: Path, *members) -> Path:
