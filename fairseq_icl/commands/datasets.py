@@ -68,6 +68,8 @@ def print_catalogue() -> None:
 def show(spec: DatasetSpec, folder: Path | None) -> None:
     """The specification and, with data, the first evaluation row as it is rendered; else the bare template."""
     print(f"{spec.name}, version {spec.version} ({spec.source})" + (f". {spec.note}" if spec.note else ""))
+    if spec.hub:
+        print(f"hub: {spec.hub['repo']} at {spec.hub['revision']} (fairseq-icl fetch data {spec.name} --to DIR)")
     for paper, settings in spec.papers.items():
         print(f"{paper}: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
     if folder is None:

@@ -84,7 +84,8 @@ def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False
     line = f"{place}: there already"
     if not place.is_file():
         archive = folder / (Path(urlsplit(model["archive"]).path).name or "archive")
-        download(model["archive"], archive, quiet=quiet)
+        if not archive.is_file():  # whole, and left by a call that could not unpack it
+            download(model["archive"], archive, quiet=quiet)
         line = f"{place}: from {model['archive']} (sha256 {checksum_of(archive)}; none is published to compare with)"
         unpack_model(archive, folder)
         archive.unlink()

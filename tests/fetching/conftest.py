@@ -15,6 +15,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
     monkeypatch.setattr(download, "PAUSE", 0.0)
     with serve() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "127.0.0.1")
         monkeypatch.setenv("FAIRSEQ_ICL_CACHE", str(tmp_path / "cache"))
         # The library reads its environment when it is imported, which may have been long ago.
         own = {"ENDPOINT": running.url, "HF_HUB_CACHE": str(tmp_path / "hf"), "HF_HUB_OFFLINE": False}

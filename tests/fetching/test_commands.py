@@ -159,7 +159,12 @@ def test_without_space_it_is_one_line(hub, cb, tmp_path):
 
 
 def test_without_network_it_is_one_line_that_says_what_to_do(tmp_path):
-    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    nobody = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+    }
     result = run("fairseq-icl", "fetch", "data", "sst2", "--to", tmp_path / "DATA", **nobody)
     put = f"and put it at {tmp_path / 'DATA/sst2/train.parquet'}"
     assert_one_clear_line(result, "http://127.0.0.1:9: cannot be reached", "/sst2/train-00000-of-00001.parquet", put)
