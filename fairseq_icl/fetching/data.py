@@ -4,6 +4,7 @@ A file is put into its place only when it is whole and what it should be: by the
 else by the hub's own, and by the rows that the papers used, where they are known.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,13 @@ from filelock import FileLock
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching.download import checksum_of
 from fairseq_icl.fetching.hub import address, open_repository
-from fairseq_icl.files import reason_of, remedy_for
+from fairseq_icl.files import reason_of, remedy_for, write_atomically
 from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, load_spec
 from fairseq_icl.prompts.readers import SPLITS, Split, find_split, read_split
 from fairseq_icl.prompts.rows import Comparison, compare_rows
 
 UNFINISHED = ".fetching"
-"""Folder inside DATA for what is not in its place yet."""
+"""Folder inside DATA for what is not in its place yet, and for what is remembered of what is."""
 
 
 def paper_datasets() -> list[str]:
@@ -53,7 +54,9 @@ def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, qu
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(unfinished.with_name(f"{spec.name}.lock")):
-            missing = [split for split, (_, place) in wanted.items() if not _is_settled(spec, folder, split, place)]
+            missing = [
+                split for split, (url, place) in wanted.items() if not _is_settled(spec, folder, split, url, place)
+            ]
             if missing:
                 _fetch(spec, folder, {split: wanted[split] for split in missing}, any_rows=any_rows, quiet=quiet)
     except OSError as error:
@@ -63,15 +66,39 @@ def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, qu
     return [_describe(spec, folder, split, split in missing) for split in SPLITS]
 
 
-def _is_settled(spec: DatasetSpec, folder: Path, split: Split, place: Path) -> bool:
+def _is_settled(spec: DatasetSpec, folder: Path, split: Split, url: str, place: Path) -> bool:
     """Whether the file is there and known to be the right one, without asking the hub."""
-    if not place.is_file():
+    there = _file_of(folder, spec, split)
+    if there is None:
         return False
-    pinned = spec.hub["sha256"].get(split)
-    if pinned is not None:
-        return checksum_of(place) == pinned
+    if there != place:
+        raise UserError(f"{there}: is there already and would be read instead; move it away, or choose another --to")
+    checksum = checksum_of(place)
+    if checksum in (spec.hub["sha256"].get(split), _remembered(folder, spec).get(url)):
+        return True
     compared = compare_rows(folder, spec, split, read_split(folder, spec, split))
     return compared is not None and compared.likeness == "same"
+
+
+def _file_of(folder: Path, spec: DatasetSpec, split: Split) -> Path | None:
+    """The file that readers take for this split."""
+    try:
+        return find_split(folder, spec, split)[0]
+    except UserError:
+        return None
+
+
+def _remembered(folder: Path, spec: DatasetSpec) -> dict[str, str]:
+    """Address -> sha256 of what was fetched from it: such a file needs no second look by the hub."""
+    try:
+        said = json.loads(_memory(folder, spec).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _memory(folder: Path, spec: DatasetSpec) -> Path:
+    return folder / UNFINISHED / f"{spec.name}.json"
 
 
 def _fetch(
@@ -81,34 +108,23 @@ def _fetch(
     by_hand = f"download {url} and put it at {place}; fairseq-icl fetch data {spec.name} --by-hand lists all files"
     repository = open_repository("dataset", spec.hub["repo"], spec.hub["revision"], by_hand)
     unfinished = folder / UNFINISHED / spec.name
-    for split, (_, place) in wanted.items():
+    for split, (url, place) in wanted.items():
         path = spec.hub["files"][split]
-        if repository.has(path, place):
-            continue
-        if there := _shadowing(folder, spec, split):
-            raise UserError(
-                f"{there}: is there already, and is not the file of {spec.hub['repo']}; move it away, or choose "
-                "another folder (--to)"
-            )
-        staged = unfinished / place.name
-        repository.fetch(path, staged, pinned=spec.hub["sha256"].get(split), quiet=quiet)
-        compared = compare_rows(unfinished, spec, split, read_split(unfinished, spec, split))
-        if compared is not None and compared.likeness == "other" and not any_rows:
-            staged.unlink()
-            raise UserError(
-                f"{repository.address(path)}: {compared.text}, so it is not put into {place.parent}; to use it all the "
-                "same: --any-rows"
-            )
-        place.parent.mkdir(exist_ok=True)
-        staged.replace(place)
-
-
-def _shadowing(folder: Path, spec: DatasetSpec, split: Split) -> Path | None:
-    """A file that readers would take for this split already."""
-    try:
-        return find_split(folder, spec, split)[0]
-    except UserError:
-        return None
+        if not repository.has(path, place):
+            if place.exists():
+                raise UserError(f"{place}: is there already, and is another file than {url}; move it away")
+            staged = unfinished / place.name
+            repository.fetch(path, staged, pinned=spec.hub["sha256"].get(split), quiet=quiet)
+            compared = compare_rows(unfinished, spec, split, read_split(unfinished, spec, split))
+            if compared is not None and compared.likeness == "other" and not any_rows:
+                staged.unlink()
+                raise UserError(
+                    f"{url}: {compared.text}, so it is not put into {place.parent}; to use it all the same: --any-rows"
+                )
+            place.parent.mkdir(exist_ok=True)
+            staged.replace(place)
+        remembered = _remembered(folder, spec) | {url: checksum_of(place)}
+        write_atomically(_memory(folder, spec), json.dumps(remembered))
 
 
 def _describe(spec: DatasetSpec, folder: Path, split: Split, is_new: bool) -> str:

@@ -185,6 +185,29 @@ def test_a_file_that_is_there_is_not_overwritten(hub, cb, tmp_path):
     (tmp_path / "DATA" / "cb_train.jsonl").write_text('{"premise": "p", "hypothesis": "h", "label": 0}\n')
     with pytest.raises(UserError, match=r"cb_train\.jsonl: is there already.*move it away"):
         fetch.main(["data", str(cb), "--to", str(tmp_path / "DATA"), "--quiet"])
+    (tmp_path / "DATA" / "cb_train.jsonl").unlink()
+    place = tmp_path / "DATA" / "cb" / "train.parquet"
+    place.parent.mkdir()
+    place.write_bytes(as_file(made_up_rows("cb", "train", 11), ".parquet"))
+    with pytest.raises(
+        UserError, match=r"train\.parquet: is there already, and is another file than http.*move it away"
+    ):
+        fetch.main(["data", str(cb), "--to", str(tmp_path / "DATA"), "--quiet"])
+
+
+def test_what_was_fetched_once_needs_no_network_again(hub, tmp_path, capsys):
+    spec = publish(hub, tmp_path / "specs", ("subj",))["subj"]  # no checksum, not all rows known
+    words = ["data", str(spec), "--to", str(tmp_path / "DATA"), "--quiet"]
+    assert fetch.main(words) == 0
+    assert "train.jsonl: fetched, 12 rows" in capsys.readouterr().out
+    asked = len(hub.asked)
+    assert fetch.main(words) == 0
+    assert len(hub.asked) == asked
+    assert "train.jsonl: there, 12 rows" in capsys.readouterr().out
+    hub.repos.clear()
+    (tmp_path / "DATA" / "subj" / "train.jsonl").write_text('{"text": "other", "label": 0}\n')
+    with pytest.raises(UserError, match="the hub has no repository"):  # another file: the hub is asked
+        fetch.main(words)
 
 
 def test_names_on_the_hub_become_folders_of_the_cache(hub, cb, tiny, tmp_path, monkeypatch):
