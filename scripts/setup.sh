@@ -13,7 +13,7 @@ echo "Setting up .venv (a few minutes the first time, most of them for compiling
 # fairseq ships as source and its isolated build would download a second torch of several gigabytes. What the build
 # needs is installed first, so that it can be built without isolation.
 .venv/bin/pip install --quiet -c constraints.txt torch numpy cython setuptools wheel
-.venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,joblib,slurm,notebook]'
+.venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,joblib,slurm,notebook,hub]'
 # The documentation's tools are no part of the package: where they cannot be had, everything else still works.
 .venv/bin/pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]' ||
     echo "The extra [docs] could not be installed: scripts/docs.sh will not work, and its test is skipped"

@@ -15,6 +15,10 @@ COMMANDS = {
     "demo": ("fairseq_icl.commands.demo", "run the whole instrument on the small model that ships with it"),
     "doctor": ("fairseq_icl.commands.doctor", "say what is in a model folder, and what is missing"),
     "datasets": ("fairseq_icl.commands.datasets", "list the datasets, show examples and statistics"),
+    "fetch": (
+        "fairseq_icl.commands.fetch",
+        "bring datasets and models from the Hugging Face hub, or fairseq's archives",
+    ),
     "score": ("fairseq_icl.commands.score", "score ZSL, ICL and FT side by side (fairseq-validate with our defaults)"),
     "replicate": ("fairseq_icl.commands.replicate", "rerun a paper's experiments, or your own"),
     "report": ("fairseq_icl.commands.report", "tables and figures of a run beside the published numbers"),

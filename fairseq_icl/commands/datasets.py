@@ -5,6 +5,7 @@ import math
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Encode, Writing, sampling
 from fairseq_icl.prompts.build import RowEncoder
 from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, load_spec
-from fairseq_icl.prompts.readers import Row, read_split
+from fairseq_icl.prompts.readers import SPLITS, Row, Split, has_files, read_split
+from fairseq_icl.prompts.rows import compare_rows, record_rows
 from fairseq_icl.results import text_table
 from fairseq_icl.settings import SETTINGS
 
-DESCRIPTION = """List the datasets of the catalogue; show how a dataset's rows are turned into prompts; with a
-dictionary (--dict) print the data statistics: rows, average tokens of an example, and how many demonstrations fit
-into the model."""
+DESCRIPTION = """List the datasets of the catalogue; show how a dataset's rows are turned into prompts and, with data,
+whether they are, row for row, those of the papers; with a dictionary (--dict) print the data statistics: rows, average
+tokens of an example, and how many demonstrations fit into the model."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,6 +68,8 @@ def print_catalogue() -> None:
 def show(spec: DatasetSpec, folder: Path | None) -> None:
     """The specification and, with data, the first evaluation row as it is rendered; else the bare template."""
     print(f"{spec.name}, version {spec.version} ({spec.source})" + (f". {spec.note}" if spec.note else ""))
+    if spec.hub:
+        print(f"hub: {spec.hub['repo']} at {spec.hub['revision']} (fairseq-icl fetch data {spec.name} --to DIR)")
     for paper, settings in spec.papers.items():
         print(f"{paper}: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
     if folder is None:
@@ -73,14 +77,27 @@ def show(spec: DatasetSpec, folder: Path | None) -> None:
         options = spec.label_words or ("<option 0>", "<option 1>")
         print_rendered(spec, Row(0, (Path(), 0), {name: f"<{name}>" for name in names}, options, gold=-1))
         return
-    for split in ("train", "valid"):
+    for split in SPLITS:
         rows = read_split(folder, spec, split)
         counts = Counter(row.gold for row in rows)
         labels = ", ".join(f"{spec.label_words[i] if spec.has_classes else i}: {counts[i]:,}" for i in sorted(counts))
         print(f"{split}: {len(rows):,} rows ({labels})")
+        print(f"  {describe_rows(folder, spec, split, rows)}")
     first = rows[sampling.shuffled(len(rows), sampling.VALIDATION_SEED)[0]]
     print(f"first evaluation row, {first.where}:")
     print_rendered(spec, first)
+
+
+def describe_rows(folder: Path, spec: DatasetSpec, split: Split, rows: Sequence[Row]) -> str:
+    """The rows' hash, and whether they are, row for row, those of the papers."""
+    record = record_rows(spec, rows)
+    compared = compare_rows(folder, spec, split, rows, record)
+    text = f"rows in order: sha256 {record.sha256}"
+    if compared is None:
+        return text
+    if compared.is_doubtful:
+        return f"{text}\n  WARNING: {compared.text}; a seed draws others (fairseq-icl fetch data {spec.name})"
+    return f"{text}, {compared.text}"
 
 
 def print_rendered(spec: DatasetSpec, row: Row) -> None:
@@ -106,7 +123,7 @@ def print_statistics(args: argparse.Namespace) -> None:
     files = TOKENIZER_FILES.get(args.bpe, {})
     bpe = load_bpe(args.bpe, **{flag: getattr(args, flag) or _beside(args.dict, name) for flag, name in files.items()})
     encode = line_encoder(load_dictionary(args.dict), bpe)
-    names = args.names or [name for name in dataset_names() if _has_files(args.data, name)]
+    names = args.names or [name for name in dataset_names() if has_files(args.data, name)]
     if not names:
         raise UserError(f"{args.data}: no data of any dataset of the catalogue there; put them into DIR/NAME/")
     fit = f"fit into {args.max_positions}"
@@ -124,10 +141,6 @@ def _beside(dictionary: str, name: str) -> str | None:
     """The file of that name in the dictionary's folder, if there is one."""
     path = Path(dictionary).parent / name
     return str(path) if path.is_file() else None
-
-
-def _has_files(folder: Path, name: str) -> bool:
-    return (folder / name).is_dir() or any(folder.glob(f"{name}_*.*"))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""`fairseq-icl doctor FOLDER`: what is in a model folder, whether it fits together, and what to do if it does not."""
+"""`fairseq-icl doctor FOLDER`: what is in a model folder, whether it fits together, and what to do if it does not.
+
+With --data DATA: which datasets of the catalogue are there, and whether they are, row for row, those of the papers.
+"""
 
 from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 
@@ -25,6 +28,9 @@ from fairseq_icl.models.reference import (
     largest_difference,
     write_reference,
 )
+from fairseq_icl.prompts.catalogue import dataset_names, find_spec
+from fairseq_icl.prompts.readers import SPLITS, has_files, read_split
+from fairseq_icl.prompts.rows import compare_rows
 
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"
@@ -41,6 +47,9 @@ class Findings:
     def good(self, subject: str, text: str) -> None:
         self.lines.append(f"  ok       {subject:<14} {text}")
 
+    def warn(self, subject: str, text: str) -> None:
+        self.lines.append(f"  WARNING  {subject:<14} {text}")
+
     def bad(self, subject: str, text: str) -> None:
         self.problems += 1
         self.lines.append(f"  PROBLEM  {subject:<14} {text}")
@@ -50,8 +59,12 @@ def main(argv: list[str]) -> int:
     """Entry of the command; exit code 0 if the folder can be used as it is."""
     parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=__doc__)
     parser.add_argument(
-        "folder", type=Path, help="folder with model.pt, dict.txt and the tokenizer's files; or a Hugging Face folder"
+        "folder",
+        type=Path,
+        nargs="?",
+        help="folder with model.pt, dict.txt and the tokenizer's files; or a Hugging Face folder",
     )
+    parser.add_argument("--data", type=Path, metavar="DATA", help="look at the datasets in this folder (too)")
     parser.add_argument("--text", default=TEXT, help="text for the tokenizer's round trip and the continuation")
     parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
     parser.add_argument(
@@ -63,6 +76,13 @@ def main(argv: list[str]) -> int:
         "--check-reference", action="store_true", help="it is a problem if there are no such numbers to compare with"
     )
     arguments = parser.parse_args(argv)
+    if arguments.data is not None:
+        findings = examine_data(arguments.data)
+        print("\n".join([str(arguments.data), *findings.lines]))
+        if arguments.folder is None or findings.problems:
+            return EXIT_CODE if findings.problems else 0
+    if arguments.folder is None:
+        parser.error("give a model's folder, or --data DATA")
     if arguments.write_reference or arguments.check_reference:
         if not is_hugging_face(arguments.folder):
             raise UserError(f"{arguments.folder}: not a Hugging Face folder; references are for those alone")
@@ -85,6 +105,24 @@ def main(argv: list[str]) -> int:
         "ready: fairseq-train --user-dir fairseq_icl --task demonstration_prompting --arch pretrained_lm --pretrained …"
     )
     return 0
+
+
+def examine_data(folder: Path) -> Findings:
+    """The datasets of the catalogue that have files in `folder`: can they be read, and are they the papers' rows?"""
+    findings = Findings()
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the folder that holds the data files")
+    for spec in (find_spec(name, folder) for name in dataset_names() if has_files(folder, name)):
+        for split in SPLITS:
+            rows = _try(findings, spec.name, lambda spec=spec, split=split: read_split(folder, spec, split))
+            if rows is None:
+                continue
+            compared = compare_rows(folder, spec, split, rows)
+            text = f"{split}: {len(rows):,} rows, {compared.text if compared else 'none published to compare with'}"
+            (findings.warn if compared is not None and compared.is_doubtful else findings.good)(spec.name, text)
+    if not findings.lines:
+        findings.bad("datasets", "none of the catalogue is there; fairseq-icl fetch data --to DATA brings them")
+    return findings
 
 
 def examine(place: Path, text: str = TEXT, *, continuation: bool = True, reference: bool = False) -> Findings:

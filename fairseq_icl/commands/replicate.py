@@ -3,6 +3,7 @@
     fairseq-icl replicate experiment=deutch2024 model=1.3b data=DATA                       the whole paper
     fairseq-icl replicate experiment=deutch2024 data=DATA dataset=sst2,mr method=lcgd      a part of it
     fairseq-icl replicate experiment=audit data=DATA model=PATH/model.pt limit=100         another model, fewer examples
+    fairseq-icl replicate experiment=deutch2024 data=hub model=hub:facebook/opt-125m       fetched, kept in the cache
     fairseq-icl replicate experiment=dai2023 data=DATA --dry-run                           the plan and what it costs
     fairseq-icl replicate -m experiment=dai2023 data=DATA model=1.3b,2.7b                  a sweep, one job a value
     fairseq-icl replicate -m ... hydra/launcher=joblib hydra.launcher.n_jobs=2             its jobs side by side
@@ -30,6 +31,8 @@ from tqdm import tqdm
 from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
+from fairseq_icl.fetching import HUB
+from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import (
     CONFIG_NAME,
@@ -49,6 +52,8 @@ from fairseq_icl.replication.store import Store
 from fairseq_icl.settings import SETTINGS
 
 GROUPS = ("experiment", "model")
+HUB_DATA = "hub"
+"""data=hub: the datasets are fetched into the cache."""
 _engines: dict[tuple[Any, ...], Engine] = {}
 
 
@@ -102,6 +107,7 @@ def run_configuration(config: dict[str, Any]) -> None:
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # training tells of every step
     for module in config["plugins"]:
         _import(module)
+    config = with_fetched(config)
     data = data_folder(config["data"])
     if not data.is_dir():
         raise UserError(f"data={data}: no such folder; give the folder with the datasets' files")
@@ -123,6 +129,23 @@ def run_configuration(config: dict[str, Any]) -> None:
             bar.update()
 
         engine.run(cells, (lambda line: None) if config["quiet"] else progress)
+
+
+def with_fetched(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with model=hub:NAME and data=hub brought here and replaced by the folders they are in."""
+    if config["model"]["path"].startswith(HUB):
+        from fairseq_icl.fetching.models import cached_hub_model
+
+        folder = cached_hub_model(config["model"]["path"], quiet=config["quiet"])
+        config = {**config, "model": {**config["model"], "path": str(folder)}}
+    if config["data"] == HUB_DATA:
+        from fairseq_icl.fetching.data import data_cache, fetch_dataset
+
+        names = [config["datasets"]] if isinstance(config["datasets"], str) else config["datasets"]
+        for name in names:
+            fetch_dataset(load_spec(name), data_cache(), quiet=config["quiet"])
+        config = {**config, "data": str(data_cache())}
+    return config
 
 
 def plan_of(config: dict[str, Any], cells: list[Cell], engine: Engine) -> dict[str, Any]:

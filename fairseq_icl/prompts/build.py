@@ -8,16 +8,17 @@ Input and label are encoded separately and concatenated. docs/protocol.md gives 
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Tokens, Writing, sampling
 from fairseq_icl.prompts.catalogue import DatasetSpec
-from fairseq_icl.prompts.readers import Row, read_split
+from fairseq_icl.prompts.readers import Row, Split, read_split
+from fairseq_icl.prompts.rows import RowRecord, compare_rows, record_rows
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class Prompts:
     """In training order."""
     data: Path = Path()
     """The folder that the rows were read from."""
+    rows: Mapping[Split, RowRecord] = field(default_factory=dict)
+    """Number and hash of the rows, in order, of every split that was read."""
     content_free: tuple[Query, ...] = ()
     """Queries with texts that say nothing, which show how the model leans without looking; none without classes."""
 
@@ -102,6 +105,7 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     writing = writing.separated(settings.separator)
     encoder = RowEncoder(spec, writing)
     train = read_split(Path(folder), spec, "train")
+    records: dict[Split, RowRecord] = {"train": _record(Path(folder), spec, "train", train)}
     k = settings.num_demonstrations
     if k > len(train):
         raise UserError(
@@ -114,7 +118,9 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     if settings.queries == "train":
         asked = [train[i] for i in sampling.shuffled(len(train), settings.seed) if i not in trained_on]
     else:
-        asked = _validation_rows(folder, spec)
+        valid = read_split(Path(folder), spec, "valid")
+        records["valid"] = _record(Path(folder), spec, "valid", valid)
+        asked = [valid[i] for i in sampling.shuffled(len(valid), sampling.VALIDATION_SEED)]
     if not asked:
         raise UserError(f"queries=train: all rows of {train[0].place[0]} are demonstrations; lower num_demonstrations")
     queries = [encoder.query(row) for row in asked[: settings.max_validation]]
@@ -147,14 +153,24 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
             for i in finetuning_order
         ),
         data=Path(folder),
+        rows=records,
         content_free=_content_free(asked[0], spec, encoder),
     )
 
 
-def _validation_rows(folder: str | Path, spec: DatasetSpec) -> list[Row]:
-    """All rows of the validation split, in the order in which they are asked about."""
-    valid = read_split(Path(folder), spec, "valid")
-    return [valid[i] for i in sampling.shuffled(len(valid), sampling.VALIDATION_SEED)]
+def _record(folder: Path, spec: DatasetSpec, split: Split, rows: Sequence[Row]) -> RowRecord:
+    """What results remember of a split's rows; it is said if they are not those of the papers."""
+    record = record_rows(spec, rows)
+    compared = compare_rows(folder, spec, split, rows, record)
+    if compared is not None and compared.is_doubtful:
+        _warn_once(f"{spec.name}, {split}: {compared.text}; a seed draws others (fairseq-icl fetch data {spec.name})")
+    return record if compared is None else replace(record, likeness=compared.likeness)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """The rows of a dataset are read anew for every seed; once is enough."""
+    logger.warning(text)
 
 
 def _content_free(row: Row, spec: DatasetSpec, encoder: "RowEncoder") -> tuple[Query, ...]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -38,7 +38,12 @@ KEYS: tuple[str, ...] = (
     "label_names",
     "options",
 )
-KEYS += ("splits", "papers", "note")
+KEYS += ("splits", "hub", "rows", "papers", "note")
+HUB_KEYS = ("repo", "revision", "files", "sha256")
+ROW_KEYS = ("count", "sha256", "single")
+NOT_OF_PROMPTS = ("hub", "rows", "papers", "note", "source")
+"""Keys that do not decide what prompts look like."""
+SHA256 = re.compile(r"[0-9a-f]{64}")
 OPTION_KEYS = ("from", "label", "names")
 
 
@@ -69,6 +74,10 @@ class DatasetSpec:
     """Fields cut in two at a mark: {"sentence": "_"} makes sentence_before and sentence_after."""
     splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "valid": "validation"})
     """The names that the Hugging Face version gives to our splits `train` and `valid`."""
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    """Where the Hugging Face hub has the files: repo, revision, files and, where known, sha256 by split."""
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The rows that the papers used, by split: count and, where known, sha256 (see `rows`) or that of single ones."""
     papers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Published settings a paper: k, seeds, learning_rate; empty beyond the papers' six datasets."""
     note: str = ""
@@ -88,7 +97,7 @@ class DatasetSpec:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
-        described = {name: value for name, value in asdict(self).items() if name not in ("papers", "note", "source")}
+        described = {name: value for name, value in asdict(self).items() if name not in NOT_OF_PROMPTS}
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
     def render(self, row: "Row") -> tuple[tuple[str, str], ...]:
@@ -162,11 +171,46 @@ def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:
         options_names=check.text(options, "names", ""),
         cut=check.mapping(data, "cut", str),
         splits={"train": "train", "valid": "validation"} | check.mapping(data, "splits", str),
+        hub=_hub(data.get("hub", {}), check),
+        rows=_rows(data.get("rows", {}), check),
         papers=check.mapping(data, "papers", dict),
         note=check.text(data, "note", ""),
     )
     _check_together(spec, check)
     return spec
+
+
+def _hub(data: Any, check: "_Checker") -> dict[str, Any]:
+    """The key `hub`, checked; empty where it is left out."""
+    if data == {}:
+        return {}
+    check.known_keys(data, HUB_KEYS, "hub.")
+    hub: dict[str, Any] = {key: check.text(data, key) for key in ("repo", "revision")}
+    hub["files"], hub["sha256"] = check.mapping(data, "files", str), check.mapping(data, "sha256", str)
+    if set(hub["files"]) != {"train", "valid"}:
+        check.fail("hub.files must name the file of train and that of valid")
+    for path in hub["files"].values():
+        if Path(path).is_absolute() or ".." in Path(path).parts or not Path(path).suffix:
+            check.fail(f"hub.files: {path!r} is not the path of a file in the repository")
+    if unknown := set(hub["sha256"]) - set(hub["files"]):
+        check.fail(f"hub.sha256.{min(unknown)}: only train and valid are used")
+    check.hashes("hub.sha256", hub["sha256"].values())
+    return hub
+
+
+def _rows(data: Any, check: "_Checker") -> dict[str, dict[str, Any]]:
+    """The key `rows`, checked."""
+    check.known_keys(data, ("train", "valid"), "rows.")
+    for split, known in data.items():
+        check.known_keys(known, ROW_KEYS, f"rows.{split}.")
+        count, single = known.get("count"), known.get("single", {})
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            check.fail(f"rows.{split}.count must be the number of rows")
+        if not isinstance(single, dict) or not all(type(row) is int and 0 <= row < count for row in single):
+            check.fail(f"rows.{split}.single must be a mapping from numbers of rows (from 0) to their sha256")
+        sums = [known["sha256"]] if "sha256" in known else []
+        check.hashes(f"rows.{split}", [*sums, *single.values()])
+    return {split: dict(known) for split, known in data.items()}
 
 
 def _check_together(spec: DatasetSpec, check: "_Checker") -> None:
@@ -248,6 +292,11 @@ class _Checker:
         ):
             self.fail(f"{key} must be a mapping from names to {'texts' if kind is str else 'mappings'}")
         return value
+
+    def hashes(self, key: str, values: Iterable[Any]) -> None:
+        for value in values:
+            if not isinstance(value, str) or not SHA256.fullmatch(value):
+                self.fail(f"{key}: {str(value)[:80]!r} is not a sha256 of 64 lower-case hexadecimal digits")
 
     def version(self, data: dict[str, Any]) -> int:
         value = data.get("version")

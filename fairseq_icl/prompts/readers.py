@@ -18,6 +18,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.prompts.catalogue import DatasetSpec
 
 Split = Literal["train", "valid"]
+SPLITS: tuple[Split, ...] = ("train", "valid")
 Record = tuple[int, dict[str, Any]]  # line number in the file (row number in Parquet), fields
 
 
@@ -71,6 +72,11 @@ def find_split(folder: Path, spec: DatasetSpec, split: Split) -> list[Path]:
     raise UserError(
         f"{folder}: no file for the {split} split of {spec.name}; put {wanted} there (.jsonl, .tsv, .csv or .parquet)"
     )
+
+
+def has_files(folder: Path, name: str) -> bool:
+    """Whether the folder seems to hold files of the dataset of that name."""
+    return (folder / name).is_dir() or any(folder.glob(f"{_escape(name)}_*.*"))
 
 
 def _escape(name: str) -> str:

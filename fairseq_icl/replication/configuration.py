@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.fetching import HUB
 from fairseq_icl.files import PACKAGE, read_yaml
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
 
@@ -76,7 +77,8 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
 def _is_path(model: str) -> bool:
     """Whether `model=` names files instead of a YAML file of config/model."""
     known = (FOLDER / "model" / f"{model}.yaml").is_file()
-    return model.endswith((".pt", *MODEL_FILE)) or "/" in model or (not known and Path(model).is_dir())
+    named = model.endswith((".pt", *MODEL_FILE)) or "/" in model or model.startswith(HUB)
+    return named or (not known and Path(model).is_dir())
 
 
 def quoted(text: str) -> str:
@@ -170,6 +172,8 @@ MODEL_KINDS: dict[str, tuple[type, ...]] = {
     "path": (str,),
     "bpe": (str, type(None)),
     "tokenizer": (str, type(None)),
+    "archive": (str, type(None)),
+    "beside": (dict,),
     "random": (bool,),
     "shape": (dict, type(None)),
     "learning_rates": (dict,),
@@ -205,13 +209,24 @@ def check(values: dict[str, Any]) -> None:
         if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
             raise UserError(f"{text[:80]}...: not a path; give one of a file or folder")
     if model["name"] is None:
-        path = Path(model["path"]).resolve()
-        model["name"] = (path if path.is_dir() else path.parent).name or "model"
+        model["name"] = _name_of(model["path"]) or "model"
     check_name("model.name", model["name"])
+    for name, file in model["beside"].items():
+        check_name("model.beside", str(name))
+        if not isinstance(file, dict) or not all(isinstance(file.get(key), str) for key in ("url", "sha256")):
+            raise UserError(f"model.beside.{name}: must have url and sha256")
     if not values["name"].strip() or not values["name"].isprintable():
         raise UserError("name: must be a text that is not empty, in one line")
     if not values["out"].strip():
         raise UserError("out=: give the folder for the results")
+
+
+def _name_of(path: str) -> str:
+    """What a model without a name is called: its folder's name, or that of its repository on the hub."""
+    if path.startswith(HUB):
+        return path.removeprefix(HUB).partition("@")[0].rpartition("/")[2]
+    place = Path(path).resolve()
+    return (place if place.is_dir() else place.parent).name
 
 
 def check_name(key: str, name: str) -> None:

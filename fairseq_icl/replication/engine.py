@@ -191,7 +191,9 @@ class Engine:
         self, folder: Path, cell: Cell, table: pd.DataFrame, gradients: pd.DataFrame | None, seconds: float
     ) -> None:
         described: dict[str, Any] = {"cell": cell.configuration()}
-        described["context_rows"] = list(self.prompts_of(cell).context_rows)
+        prompts = self.prompts_of(cell)
+        described["context_rows"] = list(prompts.context_rows)
+        described["rows"] = {split: record.as_dict() for split, record in prompts.rows.items()}
         if get_method(cell.method).trains:
             described["command"] = self.command(cell)
         described["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}

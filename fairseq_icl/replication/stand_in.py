@@ -31,10 +31,11 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
         checkpoint = make_stand_in(config, folder, dictionary, make=make)
         beside = dictionary.parent
     elif not checkpoint.exists():
+        fetch = f" (fairseq-icl fetch model {config['name']} does it)" if config.get("archive") else ""
         raise UserError(
-            f"{checkpoint}: no such checkpoint; unpack the model there, set FAIRSEQ_ICL_MODELS to the folder of your "
-            "models, give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights of "
-            "that shape"
+            f"{checkpoint}: no such checkpoint; unpack the model there{fetch}, set FAIRSEQ_ICL_MODELS to the folder of "
+            "your models, give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights "
+            "of that shape"
         )
     if config["random"] and not make:  # only looked at, not made yet
         named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}

@@ -54,6 +54,7 @@ def test_table_says_what_made_it(scored: tuple[Result, Path], world: World) -> N
     assert set(made["checkpoints"]) == {"base", "finetuned"}
     assert made["config"]["settings"]["position"] == "option0"
     assert made["config"]["task"]["num_demonstrations"] == 6
+    assert {split: record["count"] for split, record in made["config"]["rows"].items()} == {"train": 20, "valid": 15}
     assert (table["method"].unique().tolist(), table["dataset"].unique().tolist()) == (["gd"], ["toy"])
 
 

@@ -15,6 +15,9 @@ def test_catalogue_holds_the_papers_datasets_and_twelve_more() -> None:
     assert set(dataset_names()) > PAPERS_SIX
 
 
+HUB = {"repo": "a/b", "revision": "c", "files": {"train": "x.jsonl", "valid": "y.jsonl"}}
+
+
 @pytest.mark.parametrize("name", dataset_names())
 def test_every_dataset_loads_and_says_whose_template_it_has(name: str) -> None:
     spec = load_spec(name)
@@ -82,6 +85,15 @@ def test_missing_yaml_file_is_reported(tmp_path: Path) -> None:
     [
         ({"templat": "x"}, "unknown key templat; did you mean template?"),
         ({"version": 0}, "version must be a whole number"),
+        ({"hub": {"repo": "a/b"}}, "revision must be a text and is missing"),
+        ({"hub": HUB | {"files": {"train": "x.jsonl"}}}, "hub.files must name the file of train and that of valid"),
+        ({"hub": HUB | {"files": {"train": "../x.jsonl", "valid": "y.jsonl"}}}, "is not the path of a file"),
+        ({"hub": HUB | {"sha256": {"train": "abc"}}}, "hub.sha256: 'abc' is not a sha256"),
+        ({"hub": HUB | {"branch": "main"}}, "unknown key hub.branch"),
+        ({"rows": {"test": {"count": 1}}}, "unknown key rows.test"),
+        ({"rows": {"train": {"sha256": "0" * 64}}}, "rows.train.count must be the number of rows"),
+        ({"rows": {"train": {"count": 2, "single": {2: "0" * 64}}}}, "rows.train.single must be a mapping"),
+        ({"rows": {"train": {"count": 2, "single": {1: "0"}}}}, "rows.train: '0' is not a sha256"),
         ({"version": True}, "version must be a whole number"),
         ({"fields": "text"}, "fields must be a list of texts"),
         ({"fields": []}, "fields must be a list of texts"),

@@ -93,6 +93,19 @@ def test_a_folder_of_different_machines_is_warned_of(spread):
     assert warning in html.page(mixed, contents.verdicts, contents.papers, contents.comparisons, [])
 
 
+def test_rows_that_are_not_the_papers_or_not_all_the_same_are_warned_of(spread):
+    changed = {key: json.loads(json.dumps(said)) for key, said in spread.configurations.items()}
+    first, second = list(changed.values())[:2]
+    assert set(first["rows"]) == {"train", "valid"}
+    assert first["rows"] == second["rows"]
+    first["rows"]["train"]["sha256"] = "0" * 64
+    first["rows"]["valid"]["likeness"] = "other"
+    del second["rows"]  # as results of earlier versions
+    others, papers = replace(spread, configurations=changed).warnings
+    assert others == "toy: cells of this folder read different train rows, or in different orders."
+    assert papers.startswith("toy: its valid rows are not, or not surely, row for row those of the papers")
+
+
 @pytest.fixture(scope="module")
 def nothing(world: World, tmp_path_factory: pytest.TempPathFactory):
     """Fine-tuning that changes nothing, scored on one example."""

@@ -23,7 +23,8 @@ KNOWN_SHARE = 0.9
 GPT2_FAMILIES = ("gpt2", "opt", "dense")
 """Families whose vocab.json and merges.txt are GPT-2's byte-level BPE; others split text by rules of their own."""
 FAIRSEQ_SPECIALS = {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "sentencepiece.bpe.model")
+TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("sentencepiece.bpe.model",))
+"""The files that a tokenizer may be in, the preferred ones first."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def read_vocabulary(
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files that `read_vocabulary` reads, in a fixed order."""
-    for names in (("tokenizer.json",), ("vocab.json", "merges.txt"), ("sentencepiece.bpe.model",)):
+    for names in TOKENIZER_FILES:
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
     raise UserError(

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
+from fairseq_icl.prompts.rows import DOUBTFUL
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record, step_size_matrix, whole_layer_matrix
 
@@ -73,7 +74,7 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the tables has to know: cells of one folder that were rounded differently."""
+        """What a reader of the tables has to know: cells rounded differently, rows that are not those of the papers."""
         warnings = []
         machines = [said.get("machine") for said in self.configurations.values()]
         for name in ("threads", "device", "precision"):
@@ -82,6 +83,25 @@ class Run:
                 warnings.append(
                     f"The cells of this folder were computed with different {name} ({', '.join(sorted(found))}): they "
                     "differ by rounding, which fine-tuning amplifies (experiment=stability measures it)."
+                )
+        return warnings + self._warnings_of_rows()
+
+    def _warnings_of_rows(self) -> list[str]:
+        """Datasets whose rows differ within the folder, or from those of the papers: a seed draws others."""
+        seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for said in self.configurations.values():
+            rows = said.get("rows")  # results of earlier versions have none
+            for split, record in rows.items() if isinstance(rows, dict) else ():
+                if isinstance(record, dict):
+                    seen.setdefault((str(said["cell"].get("dataset")), str(split)), []).append(record)
+        warnings = []
+        for (dataset, split), records in seen.items():
+            if len({str(record.get("sha256")) for record in records}) > 1:
+                warnings.append(f"{dataset}: cells of this folder read different {split} rows, or in different orders.")
+            if any(record.get("likeness") in DOUBTFUL for record in records):
+                warnings.append(
+                    f"{dataset}: its {split} rows are not, or not surely, row for row those of the papers; a seed "
+                    "draws other ones than theirs (fairseq-icl datasets says what differs)."
                 )
         return warnings
 

@@ -1,0 +1,134 @@
+"""Datasets of the catalogue from the hub: DATA/NAME/train.* and DATA/NAME/valid.*, as the readers take them.
+
+A file is put into its place only when it is whole and what it should be: by the checksum that the dataset's YAML has,
+else by the hub's own, and by the rows that the papers used, where they are known.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.fetching.download import checksum_of
+from fairseq_icl.fetching.hub import address, open_repository
+from fairseq_icl.files import reason_of, remedy_for, write_atomically
+from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, load_spec
+from fairseq_icl.prompts.readers import SPLITS, Split, find_split, read_split
+from fairseq_icl.prompts.rows import Comparison, compare_rows
+
+UNFINISHED = ".fetching"
+"""Folder inside DATA for what is not in its place yet, and for what is remembered of what is."""
+
+
+def paper_datasets() -> list[str]:
+    """The datasets that the papers used."""
+    return [name for name in dataset_names() if load_spec(name).papers]
+
+
+def data_cache() -> Path:
+    """The folder that `data=hub` means: FAIRSEQ_ICL_CACHE/data, else fairseq-icl/data in the user's cache folder."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairseq-icl"
+    return Path(os.environ.get("FAIRSEQ_ICL_CACHE") or usual) / "data"
+
+
+def places(spec: DatasetSpec, folder: Path) -> Iterator[tuple[Split, str, Path]]:
+    """(split, address, place) of each of a dataset's two files."""
+    if not spec.hub:
+        raise UserError(f"{spec.name}: its YAML does not say where the hub has it (the key hub); put its files by hand")
+    for split in SPLITS:
+        path = spec.hub["files"][split]
+        url = address("dataset", spec.hub["repo"], spec.hub["revision"], path)
+        yield split, url, folder / spec.name / f"{split}{Path(path).suffix}"
+
+
+def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, quiet: bool = False) -> list[str]:
+    """Bring what is missing of a dataset; returns a line about each split.
+
+    `any_rows`: rows that are not those of the papers are put into place all the same.
+    """
+    wanted = {split: (url, place) for split, url, place in places(spec, folder)}
+    unfinished = folder / UNFINISHED / spec.name
+    try:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(unfinished.with_name(f"{spec.name}.lock")):
+            missing = [
+                split for split, (url, place) in wanted.items() if not _is_settled(spec, folder, split, url, place)
+            ]
+            if missing:
+                _fetch(spec, folder, {split: wanted[split] for split in missing}, any_rows=any_rows, quiet=quiet)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({reason_of(error)}); {remedy_for(error)} folder (--to)"
+        ) from error
+    return [_describe(spec, folder, split, split in missing) for split in SPLITS]
+
+
+def _is_settled(spec: DatasetSpec, folder: Path, split: Split, url: str, place: Path) -> bool:
+    """Whether the file is there and known to be the right one, without asking the hub."""
+    there = _file_of(folder, spec, split)
+    if there is None:
+        return False
+    if there != place:
+        raise UserError(f"{there}: is there already and would be read instead; move it away, or choose another --to")
+    checksum = checksum_of(place)
+    if checksum in (spec.hub["sha256"].get(split), _remembered(folder, spec).get(url)):
+        return True
+    compared = compare_rows(folder, spec, split, read_split(folder, spec, split))
+    return compared is not None and compared.likeness == "same"
+
+
+def _file_of(folder: Path, spec: DatasetSpec, split: Split) -> Path | None:
+    """The file that readers take for this split."""
+    try:
+        return find_split(folder, spec, split)[0]
+    except UserError:
+        return None
+
+
+def _remembered(folder: Path, spec: DatasetSpec) -> dict[str, str]:
+    """Address -> sha256 of what was fetched from it: such a file needs no second look by the hub."""
+    try:
+        said = json.loads(_memory(folder, spec).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _memory(folder: Path, spec: DatasetSpec) -> Path:
+    return folder / UNFINISHED / f"{spec.name}.json"
+
+
+def _fetch(
+    spec: DatasetSpec, folder: Path, wanted: dict[Split, tuple[str, Path]], *, any_rows: bool, quiet: bool
+) -> None:
+    url, place = next(iter(wanted.values()))
+    by_hand = f"download {url} and put it at {place}; fairseq-icl fetch data {spec.name} --by-hand lists all files"
+    repository = open_repository("dataset", spec.hub["repo"], spec.hub["revision"], by_hand)
+    unfinished = folder / UNFINISHED / spec.name
+    for split, (url, place) in wanted.items():
+        path = spec.hub["files"][split]
+        if not repository.has(path, place):
+            if place.exists():
+                raise UserError(f"{place}: is there already, and is another file than {url}; move it away")
+            staged = unfinished / place.name
+            repository.fetch(path, staged, pinned=spec.hub["sha256"].get(split), quiet=quiet)
+            compared = compare_rows(unfinished, spec, split, read_split(unfinished, spec, split))
+            if compared is not None and compared.likeness == "other" and not any_rows:
+                staged.unlink()
+                raise UserError(
+                    f"{url}: {compared.text}, so it is not put into {place.parent}; to use it all the same: --any-rows"
+                )
+            place.parent.mkdir(exist_ok=True)
+            staged.replace(place)
+        remembered = _remembered(folder, spec) | {url: checksum_of(place)}
+        write_atomically(_memory(folder, spec), json.dumps(remembered))
+
+
+def _describe(spec: DatasetSpec, folder: Path, split: Split, is_new: bool) -> str:
+    rows = read_split(folder, spec, split)
+    compared = compare_rows(folder, spec, split, rows) or Comparison("unknown", "no published rows to compare with")
+    state = "fetched" if is_new else "there"
+    return f"{find_split(folder, spec, split)[0]}: {state}, {len(rows):,} rows, {compared.text}"

@@ -1,0 +1,170 @@
+"""The Hugging Face hub, by its own library (`pip install 'fairseq-icl[hub]'`): which files a repository has.
+
+The library says what there is, with sizes and checksums, and adds the user's token; HF_ENDPOINT, HF_HUB_OFFLINE and
+HF_TOKEN mean what they mean everywhere. The files come by `download`, which goes on after a cut.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.fetching.download import GIT, NETWORK_ERRORS, checksum_of, download, network_reason
+from fairseq_icl.files import FULL, reason_of
+
+Kind = Literal["model", "dataset"]
+ENDPOINT = "https://huggingface.co"
+TIMEOUT = 30.0
+MAX_NETWORK_WORDS = 200
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file as the hub announces it."""
+
+    path: str
+    size: int | None
+    checksum: str | None
+    """sha256 of a large file, git's hash of a small one (with the mark `git:`)."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the hub at one commit."""
+
+    kind: Kind
+    name: str
+    commit: str
+    files: dict[str, HubFile]
+
+    def address(self, path: str) -> str:
+        """Where a file of it is."""
+        return address(self.kind, self.name, self.commit, path)
+
+    def has(self, path: str, place: Path) -> bool:
+        """Whether the file is at `place` already."""
+        wanted = self.files[path].checksum if path in self.files else None
+        return wanted is not None and place.is_file() and checksum_of(place, wanted) == wanted
+
+    def fetch(self, path: str, place: Path, *, pinned: str | None = None, quiet: bool = False) -> None:
+        """Bring a file, unless it is there already. `pinned`: the sha256 that it must have, whatever the hub says."""
+        if path not in self.files:
+            raise UserError(f"{self.name}: no file {path} in it at {self.commit[:12]}; see {self.address('')}")
+        if not self.has(path, place):
+            file, headers = self.files[path], _authorization()
+            checksum = pinned or file.checksum
+            download(self.address(path), place, size=file.size, checksum=checksum, headers=headers, quiet=quiet)
+
+
+def endpoint() -> str:
+    """Where the hub is."""
+    return os.environ.get("HF_ENDPOINT", ENDPOINT).rstrip("/")
+
+
+def address(kind: Kind, name: str, revision: str, path: str) -> str:
+    """Where the hub has a file; for people as well, who may fetch it with a browser."""
+    return f"{endpoint()}/{'datasets/' * (kind == 'dataset')}{name}/resolve/{quote(revision, safe='')}/{quote(path)}"
+
+
+def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -> Repository:
+    """What the hub has under this name at a revision (branch, tag or commit).
+
+    `by_hand` ends the message if the hub cannot be reached: how to do without.
+    """
+    library = _library()
+    with _one_line(name, revision, by_hand):
+        found = library.HfApi(endpoint()).repo_info(
+            name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT
+        )
+    files = [_file(sibling) for sibling in found.siblings or []]
+    return Repository(kind, found.id, found.sha, {file.path: file for file in files})
+
+
+def fetch_to_cache(
+    repository: Repository, revision: str | None, paths: Sequence[str], by_hand: str, *, quiet: bool = False
+) -> Path:
+    """The folder in the library's own cache that holds these files of the repository, fetched if they are not there.
+
+    The cache remembers what `revision` meant, for the next time without network.
+    """
+    library = _library()
+    if quiet:
+        library.utils.disable_progress_bars()
+    bring = partial(library.hf_hub_download, endpoint=endpoint())
+    for path in paths:
+        with _one_line(repository.name, repository.commit, by_hand):
+            place = Path(bring(repository.name, path, revision=repository.commit))
+        if not repository.has(path, place):
+            raise UserError(f"{place}: damaged (its checksum is not the hub's); remove it and try again")
+    with _one_line(repository.name, revision, by_hand):
+        return Path(bring(repository.name, paths[0], revision=revision)).parent
+
+
+def _file(sibling: Any) -> HubFile:
+    checksum = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id and GIT + sibling.blob_id
+    return HubFile(sibling.rfilename, sibling.size, checksum)
+
+
+def _authorization() -> dict[str, str]:
+    """The header that tells the hub who asks, if the user has logged in."""
+    token = _library().get_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _library() -> Any:
+    """huggingface_hub, or how to get it."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise UserError(
+            "the Hugging Face hub needs its library: pip install 'fairseq-icl[hub]' (or huggingface_hub)"
+        ) from error
+    return huggingface_hub
+
+
+@contextmanager
+def _one_line(name: str, revision: str | None, by_hand: str) -> Iterator[None]:
+    """What the library raises, in one line that says what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise UserError(f"{name}: its owner asks to agree to terms; do so on its page, then: hf auth login") from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{name}: the hub has no revision {revision} of it; {by_hand}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{name}: the hub has no repository of that name, or it is private (hf auth login); give OWNER/NAME"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserError(f"{name}: not a name of a repository on the hub; give OWNER/NAME") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise UserError(f"{name}: HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or {by_hand}") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise UserError(f"{name}: its files cannot be kept ({reason_of(error)}); free some space") from error
+        if not _is_network(error):
+            raise
+        said = network_reason(error)[:MAX_NETWORK_WORDS]
+        raise UserError(f"{endpoint()}: cannot be reached ({said}); {by_hand}") from error
+
+
+def _is_network(error: BaseException | None) -> bool:
+    """Whether a connection is at fault; the library's own transport (httpx, or its successor) raises its own kinds."""
+    while error is not None:
+        if isinstance(error, (*NETWORK_ERRORS, OSError)) or type(error).__module__.partition(".")[0].startswith("http"):
+            return True
+        error = error.__cause__
+    return False
+
+
+def cached_folder(name: str, revision: str | None, path: str) -> Path | None:
+    """The folder with the file `path` of a model in the library's cache, if it is there; the hub is not asked."""
+    found = _library().try_to_load_from_cache(name, path, revision=revision)
+    return Path(found).parent if isinstance(found, str) else None

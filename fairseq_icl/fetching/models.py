@@ -1,0 +1,95 @@
+"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.fetching import HUB
+from fairseq_icl.fetching.archive import CHECKPOINT, unpack_model
+from fairseq_icl.fetching.download import checksum_of, download
+from fairseq_icl.fetching.hub import address, cached_folder, fetch_to_cache, open_repository
+from fairseq_icl.models.hugging_face import CONFIG, WEIGHT_FILES
+from fairseq_icl.models.hugging_face.tokenizer import TOKENIZER_FILES
+
+
+def needed_files(name: str, files: Iterable[str]) -> list[str]:
+    """Of a repository's files those that a model is read from: config, tokenizer, weights (safetensors before bin)."""
+    there = set(files)
+    if CONFIG not in there:
+        raise UserError(f"{name}: no {CONFIG} in it; not a model in Hugging Face's form")
+    tokenizer = next((names for names in TOKENIZER_FILES if there.issuperset(names)), None)
+    if tokenizer is None:
+        wanted = ", nor ".join(" with ".join(names) for names in TOKENIZER_FILES)
+        raise UserError(f"{name}: no {wanted} in it; its tokenizer cannot be read here")
+    for weights in WEIGHT_FILES:
+        if weights in there:
+            return [CONFIG, *tokenizer, weights]
+        if (index := f"{weights}.index.json") in there:
+            stem, suffix = weights.rsplit(".", 1)
+            shards = sorted(file for file in there if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", file))
+            return [CONFIG, *tokenizer, index, *shards]
+    raise UserError(f"{name}: no {' or '.join(WEIGHT_FILES)} in it, nor their shards; its weights cannot be read here")
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """(repository, revision) of `hub:OWNER/NAME@REVISION`."""
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    return repository, revision or None
+
+
+def fetch_hub_model(name: str, folder: Path, *, quiet: bool = False) -> str:
+    """Bring a model of the hub into a folder; returns a line that says which commit it is."""
+    repository_name, revision = split_name(name)
+    repository = open_repository("model", repository_name, revision, _by_hand(name, str(folder)))
+    for path in needed_files(repository_name, repository.files):
+        repository.fetch(path, folder / path, quiet=quiet)
+    return f"{folder}: {repository.name} of the hub at commit {repository.commit}"
+
+
+def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
+    """The folder of a model of the hub in the hub's own cache, fetched if it is not there.
+
+    Without network a copy in the cache is used as it is.
+    """
+    repository_name, revision = split_name(name)
+    by_hand = _by_hand(name, "a folder", "model=THE_FOLDER")
+    try:
+        repository = open_repository("model", repository_name, revision, by_hand)
+    except UserError:
+        folder = cached_folder(repository_name, revision, CONFIG)
+        if folder is None:
+            raise
+        needed_files(str(folder), (path.name for path in folder.iterdir()))
+        return folder
+    paths = needed_files(repository_name, repository.files)
+    return fetch_to_cache(repository, revision, paths, by_hand, quiet=quiet)
+
+
+def _by_hand(name: str, folder: str, use: str = "") -> str:
+    repository, revision = split_name(name)
+    files = f"{CONFIG}, tokenizer.json and {WEIGHT_FILES[0]}"
+    page = address("model", repository, revision or "main", "").rstrip("/").replace("/resolve/", "/tree/")
+    return f"download {files} from {page} into {folder}" + (f" and give {use}" if use else "")
+
+
+def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False) -> str:
+    """Bring and unpack the archive of a model of config/model, and the files it lacks; returns a line about it.
+
+    `model`: the keys `archive` (its address) and `beside` (name -> url and sha256 of further files).
+    """
+    place = folder / CHECKPOINT
+    line = f"{place}: there already"
+    if not place.is_file():
+        archive = folder / (Path(urlsplit(model["archive"]).path).name or "archive")
+        if not archive.is_file():  # whole, and left by a call that could not unpack it
+            download(model["archive"], archive, quiet=quiet)
+        line = f"{place}: from {model['archive']} (sha256 {checksum_of(archive)}; none is published to compare with)"
+        unpack_model(archive, folder)
+        archive.unlink()
+    for name, file in model["beside"].items():
+        if not (folder / name).is_file() or checksum_of(folder / name) != file["sha256"]:
+            download(file["url"], folder / name, checksum=file["sha256"], quiet=quiet)
+    return line
