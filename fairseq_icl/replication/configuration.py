@@ -237,7 +237,7 @@ def check_processes(values: dict[str, Any]) -> None:
     ranges: dict[str, tuple[Any, float, float]]
     ranges = {"workers": (values["workers"], 1, 1000), "slurm.jobs": (slurm["jobs"], 1, 1000)}
     ranges |= {"slurm.cpus": (slurm["cpus"], 1, 1024), "slurm.gpus": (slurm["gpus"], 0, 1)}
-    ranges |= {"slurm.time": (slurm["time"], 1, 1e6), "slurm.memory": (slurm["memory"], 0.1, 1e5)}
+    ranges |= {"slurm.time": (slurm["time"], 5, 1e6), "slurm.memory": (slurm["memory"], 0.1, 1e5)}
     for key, (value, low, high) in ranges.items():
         if value is not None and (isinstance(value, bool) or not low <= value <= high):
             raise UserError(f"{key}={value}: must be a number from {low:g} to {high:g}")

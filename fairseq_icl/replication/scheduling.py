@@ -61,7 +61,10 @@ class Share:
 
 
 def split(cells: Sequence[Cell], parts: int, weight: Callable[[Sequence[Cell]], float]) -> list[list[Cell]]:
-    """The plan in `parts` of about equal weight: neighbours, and never torn where cells share model and prompts."""
+    """The plan in `parts` of about equal weight: neighbours, not torn where cells share model and prompts.
+
+    Where there are more parts than such groups, cells are dealt one by one.
+    """
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.model_key(), cell.prompts_key()), []).append(cell)
@@ -69,6 +72,8 @@ def split(cells: Sequence[Cell], parts: int, weight: Callable[[Sequence[Cell]], 
     for (model, _), group in groups.items():
         by_model.setdefault(model, []).append(group)
     ordered = [group for model in by_model.values() for group in model]
+    if len(ordered) < parts:
+        ordered = [[cell] for group in ordered for cell in group]
     weights = [weight(group) for group in ordered]
     result: list[list[Cell]] = [[] for _ in range(parts)]
     before = 0.0
@@ -127,8 +132,8 @@ def run(
         held = turn.take()
         if len(turn.todo) < before:
             waiting = Waiting(store)
-        elif share is not None and share.helps:
-            break  # whoever holds the rest finishes it; to wait would keep a processor or a GPU from others
+        elif share is not None and share.helps and all(key == lock for key, lock in held.items()):
+            break  # somebody works on every one of them; to wait would keep a processor or a GPU from others
         else:
             waiting.wait({key: plan[key].label for key in turn.todo}, held)
     engine.drop_observations(plan)
@@ -163,6 +168,8 @@ class Turn:
         store = self.engine.store
         if self._is_done(key, cell):
             return
+        if store.locks.is_held(key):
+            raise Held(key)
         for need, _, _ in self.engine.needs(cell):
             if not store.observation_folder(need).exists() and store.locks.is_held(need):
                 raise Held(need)

@@ -43,18 +43,21 @@ MEMORY_MARGIN = 1.25
 WARNING_SECONDS = 60
 """How long before the end of its time a job is told."""
 TERMINATED = 143
+MOST_REQUEUES = 100
+"""After so many a job is given up: a cell that takes longer than the job's time would never end."""
 SCRIPT = """\
 #!/bin/bash
 {options}
 # Written by fairseq-icl replicate launcher=slurm; can be given to sbatch again.
 export OMP_NUM_THREADS={threads}
 export FAIRSEQ_ICL_SESSION=slurm-$SLURM_ARRAY_JOB_ID
-echo "job ${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID on $(hostname), start ${{SLURM_RESTART_COUNT:-0}} times repeated"
+echo "job ${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID on $(hostname), requeued ${{SLURM_RESTART_COUNT:-0}} times"
 srun --ntasks=1 --cpus-per-task={cpus} {command}
 code=$?
 # {terminated}: told to end, because another job wants the node or the time is up. What is finished is kept; unless
 # somebody cancelled the job it goes on when there is a node again.
-if [ $code -eq {terminated} ] && [ "$(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T)" = RUNNING ]; then
+if [ $code -eq {terminated} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {most} ] &&
+    [ "$(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T)" = RUNNING ]; then
     echo "put back into the queue"
     scontrol requeue $SLURM_JOB_ID
 fi
@@ -110,6 +113,7 @@ def job_script(config: dict[str, Any], asked: Request, words: Sequence[str]) -> 
         cpus=slurm["cpus"],
         command=text,
         terminated=TERMINATED,
+        most=MOST_REQUEUES,
     )
 
 
@@ -153,6 +157,8 @@ def run_jobs(
         tell(sum(map(store.is_finished, plan)), [said])
         raise
     left = [key for key in plan if not store.is_finished(key)]
+    if len(left) == len(failures):  # whoever still waits for a node has nothing to do there
+        subprocess.run(["scancel", "--state=PENDING", array], capture_output=True, check=False)
     if failures:
         raise UserError(told_failures(failures, len(plan)))
     if left:
