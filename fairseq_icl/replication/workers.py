@@ -74,12 +74,19 @@ class Worker:
     number: int
     share: str
     process: "subprocess.Popen[str]"
+    listener: threading.Thread
     stopped_at: float | None = None
     """When it was first seen to stand still."""
     told: float = 0.0
 
     def __str__(self) -> str:
         return f"worker {self.number} (process {self.process.pid})"
+
+    def close(self) -> None:
+        """Hear the last words of a worker that has ended."""
+        self.listener.join(GRACE)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 class Pool:
@@ -107,15 +114,18 @@ class Pool:
             errors="replace",
             env=variables,
         )
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
-        self.workers.append(Worker(number, share, process))
+        listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        listener.start()
+        self.workers.append(Worker(number, share, process, listener))
 
     def _listen(self, process: "subprocess.Popen[str]") -> None:
-        for line in process.stderr or ():
-            if line.startswith(ERROR):
-                self.errors.append(line.removeprefix(ERROR).strip())
-            else:
-                self._said.put(line.rstrip())
+        assert process.stderr is not None
+        with process.stderr as lines:
+            for line in lines:
+                if line.startswith(ERROR):
+                    self.errors.append(line.removeprefix(ERROR).strip())
+                else:
+                    self._said.put(line.rstrip())
 
     def lines(self) -> list[str]:
         """What the workers said since the last time."""
@@ -140,6 +150,7 @@ class Pool:
                 self._watch(worker)
                 continue
             self.workers.remove(worker)
+            worker.close()
             if code not in (0, 2) and self.left():
                 self._replace(worker, code)
         if not self.workers and self.left() and not self.errors and self.restarts <= self.count:
@@ -210,6 +221,7 @@ class Pool:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
+            worker.close()
 
 
 def threads_each(count: int) -> int:
