@@ -4,6 +4,8 @@
     fairseq-icl replicate experiment=deutch2024 data=DATA dataset=sst2,mr method=lcgd      a part of it
     fairseq-icl replicate experiment=audit data=DATA model=PATH/model.pt limit=100         another model, fewer examples
     fairseq-icl replicate experiment=dai2023 data=DATA --dry-run                           the plan and what it costs
+    fairseq-icl replicate experiment=dai2023 data=DATA workers=4                           four processes share the work
+    fairseq-icl replicate experiment=dai2023 data=DATA launcher=slurm slurm.partition=gpu  an array of jobs on a cluster
     fairseq-icl replicate -m experiment=dai2023 data=DATA model=1.3b,2.7b                  a sweep, one job a value
     fairseq-icl replicate -m ... hydra/launcher=joblib hydra.launcher.n_jobs=2             its jobs side by side
     fairseq-icl replicate -m ... hydra/launcher=submitit_slurm                             its jobs on a cluster
