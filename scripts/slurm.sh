@@ -4,6 +4,7 @@
 #     scripts/slurm.sh install        install slurmctld, slurmd and munge unless they are there; says so if it cannot
 #     scripts/slurm.sh start FOLDER   start it; then: export SLURM_CONF=FOLDER/slurm.conf
 #     scripts/slurm.sh stop FOLDER    stop what was started
+#     scripts/slurm.sh check          install it, run the tests of launcher=slurm on it and show the jobs' logs
 set -euo pipefail
 
 complete() {
@@ -95,5 +96,11 @@ PATH=$PATH:/usr/sbin
 case ${1:-} in
     install) install_packages ;;
     start | stop) "$1" "$(realpath "$2")" ;;
-    *) sed -n '2,6s/^# //p' "$0"; exit 2 ;;
+    check)
+        cd "$(dirname "$0")/.."
+        bash scripts/setup.sh
+        install_packages
+        OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest tests/cli/test_slurm.py -rP
+        ;;
+    *) sed -n '2,7s/^# //p' "$0"; exit 2 ;;
 esac

@@ -240,7 +240,7 @@ def check_processes(values: dict[str, Any]) -> None:
     ranges |= {"slurm.time": (slurm["time"], 5, 1e6), "slurm.memory": (slurm["memory"], 0.1, 1e5)}
     for key, (value, low, high) in ranges.items():
         if value is not None and (isinstance(value, bool) or not low <= value <= high):
-            raise UserError(f"{key}={value}: must be a number from {low:g} to {high:g}")
+            raise UserError(f"{key}={str(value)[:80]}: must be a number from {low:g} to {high:g}")
     if values["launcher"] not in LAUNCHERS:
         raise UserError(f"launcher={values['launcher'][:80]}: {nearest(values['launcher'], LAUNCHERS)}")
     if values["workers"] > 1 and (values["launcher"] != "local" or values["share"] is not None):
@@ -249,7 +249,7 @@ def check_processes(values: dict[str, Any]) -> None:
         raise UserError(f"slurm.partition={slurm['partition'][:80]}: must be a partition's name (sinfo shows them)")
     for option in slurm["options"]:
         if not isinstance(option, str) or not re.fullmatch(r"-[^\s'\"]+", option):
-            raise UserError(f"slurm.options={option}: must be options of sbatch, each like --account=lab")
+            raise UserError(f"slurm.options={str(option)[:80]}: must be options of sbatch, each like --account=lab")
 
 
 def check_name(key: str, name: str) -> None:
