@@ -27,6 +27,8 @@ from fairseq_icl.training.methods import get_method
 
 POLLS = (0.05, 2.0)
 """Seconds between two looks at what others hold: at first, and after a while."""
+IDLE = 1.0
+"""Seconds without work after which who helps leaves; a look at a lock holds it for a moment, which is no work."""
 TRAINING = 4.0
 """What a step of fine-tuning costs, in observed queries; roughly: it only spreads the work."""
 SESSION_VARIABLE = "FAIRSEQ_ICL_SESSION"
@@ -132,7 +134,7 @@ def run(
         held = turn.take()
         if len(turn.todo) < before:
             waiting = Waiting(store)
-        elif share is not None and share.helps and all(key == lock for key, lock in held.items()):
+        elif share is not None and share.helps and waiting.is_idle and all(key == lock for key, lock in held.items()):
             break  # somebody works on every one of them; to wait would keep a processor or a GPU from others
         else:
             waiting.wait({key: plan[key].label for key in turn.todo}, held)
@@ -229,6 +231,11 @@ class Waiting:
         self.store = store
         self.start = self.told = time.monotonic()
         self.pause = POLLS[0]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there has been nothing to do for more than a moment."""
+        return time.monotonic() - self.start >= IDLE
 
     def wait(self, labels: dict[str, str], held: dict[str, str]) -> None:
         """A moment; `held` has the lock that keeps us from each of the cells."""

@@ -202,7 +202,11 @@ class Pool:
     def check(self) -> None:
         """UserError if something is missing in the end."""
         failed = {key: self.store.failure(key) for key in self.plan if not self.store.is_finished(key)}
-        told = {key: f"{self.plan[key].label}: {said.get('error')}" for key, said in failed.items() if said}
+        told = {
+            key: f"{self.plan[key].label}: {said.get('error')}"
+            for key, said in failed.items()
+            if said.get("session") == self.session
+        }
         if told:
             raise UserError(told_failures(told, len(self.plan)))
         if failed:
