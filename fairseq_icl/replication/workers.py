@@ -78,6 +78,8 @@ class Worker:
     stopped_at: float | None = None
     """When it was first seen to stand still."""
     told: float = 0.0
+    was_ended: bool = False
+    """Whether it stood still for so long that it was ended."""
 
     def __str__(self) -> str:
         return f"worker {self.number} (process {self.process.pid})"
@@ -160,7 +162,9 @@ class Pool:
 
     def _replace(self, worker: Worker, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if code == -signal.SIGKILL:
+        if worker.was_ended:
+            how = "stood still and was ended"
+        elif code == -signal.SIGKILL:
             how += " (perhaps for want of memory: fewer workers need less)"
         if self.restarts >= self.count:
             self.errors.append(f"{worker} {how}, as {self.restarts} others before; {len(self.left())} cells are left")
@@ -172,14 +176,14 @@ class Pool:
     def _watch(self, worker: Worker) -> None:
         """Notice a worker that stands still: tell, and in the end give its place to another."""
         now = time.monotonic()
-        if not self._stands_still(worker.process.pid):
+        if worker.was_ended or not self._stands_still(worker.process.pid):
             worker.stopped_at = None
             return
         if worker.stopped_at is None:
             worker.stopped_at = worker.told = now
         still = now - worker.stopped_at
         if still >= silent_after():
-            self._said.put(f"{worker} stood still for {still:.0f} s and is ended")
+            worker.was_ended = True
             worker.process.kill()
         elif now - worker.told >= tell_every():
             worker.told = now
