@@ -1,6 +1,7 @@
 """Options and settings of the whole test run."""
 
 import importlib.util
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -23,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     shown = chromium() or "none, so the tests of the report's page are skipped; install chromium and playwright"
-    return f"fuzzing: repeat with --hypothesis-seed={config.option.hypothesis_seed}\nbrowser: {shown}"
+    slurm = "here" if has_slurm() else "none, so the tests of launcher=slurm are skipped; see scripts/slurm.sh install"
+    return f"fuzzing: repeat with --hypothesis-seed={config.option.hypothesis_seed}\nbrowser: {shown}\nslurm: {slurm}"
 
 
 def chromium() -> str | None:
@@ -31,6 +33,13 @@ def chromium() -> str | None:
     if importlib.util.find_spec("playwright") is None:
         return None
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def has_slurm() -> bool:
+    """Whether a SLURM can be started for the tests (scripts/slurm.sh)."""
+    programs = ("munged", "slurmctld", "slurmd", "sbatch")
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
+    return os.getuid() == 0 and all(shutil.which(program, path=path) for program in programs)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

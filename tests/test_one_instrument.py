@@ -13,6 +13,7 @@ import fairseq_icl as fi
 from fairseq_icl.files import PACKAGE
 from fairseq_icl.models.checkpoints import read_checkpoint
 from fairseq_icl.observing.observation import load_observations, save_observations
+from fairseq_icl.replication import scheduling
 from fairseq_icl.replication.cells import CODE
 from fairseq_icl.results import read_gradient_record, read_results
 from tests.commands import PLUGIN, run, succeeded
@@ -133,13 +134,14 @@ def test_keys_cover_all_code_that_a_cell_runs(tmp_path):
     key = engine.key(cell)
     sys.setprofile(trace)
     try:
-        engine.run([cell])
+        scheduling.run(engine, [cell])
     finally:
         sys.setprofile(None)
     assert engine.store.is_finished(key)
     covered = [PACKAGE / part for part in CODE["metrics"]]
     # Where results are kept, and the public names, do not change a number.
-    aside = {"replication/store.py", "replication/locks.py", "__init__.py", "errors.py"}
+    kept = ("store", "locks", "alive", "file_systems", "scheduling")
+    aside = {*(f"replication/{name}.py" for name in kept), "__init__.py", "errors.py"}
     uncovered = {name for name in seen - aside if not any((PACKAGE / name).is_relative_to(part) for part in covered)}
     assert uncovered == set()
     assert {"training/gradients.py", "observing/probe.py", "results/collector.py", "settings.py"} <= seen

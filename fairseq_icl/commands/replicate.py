@@ -5,6 +5,8 @@
     fairseq-icl replicate experiment=audit data=DATA model=PATH/model.pt limit=100         another model, fewer examples
     fairseq-icl replicate experiment=deutch2024 data=hub model=hub:facebook/opt-125m       fetched, kept in the cache
     fairseq-icl replicate experiment=dai2023 data=DATA --dry-run                           the plan and what it costs
+    fairseq-icl replicate experiment=dai2023 data=DATA workers=4                           four processes share the work
+    fairseq-icl replicate experiment=dai2023 data=DATA launcher=slurm slurm.partition=gpu  an array of jobs on a cluster
     fairseq-icl replicate -m experiment=dai2023 data=DATA model=1.3b,2.7b                  a sweep, one job a value
     fairseq-icl replicate -m ... hydra/launcher=joblib hydra.launcher.n_jobs=2             its jobs side by side
     fairseq-icl replicate -m ... hydra/launcher=submitit_slurm                             its jobs on a cluster
@@ -19,6 +21,7 @@ import logging
 import os
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +50,10 @@ from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.plan import data_folder, expand
 from fairseq_icl.replication.report.run import check_cells
 from fairseq_icl.replication.report.tables import check_tables
+from fairseq_icl.replication.scheduling import Share, run
 from fairseq_icl.replication.stand_in import find_model, with_each_layer
 from fairseq_icl.replication.store import Store
+from fairseq_icl.replication.workers import follow_parent, run_workers
 from fairseq_icl.settings import SETTINGS
 
 GROUPS = ("experiment", "model")
@@ -78,11 +83,17 @@ def main(argv: list[str]) -> int:
     # In front, so that a setting of the same name is still read, and refused if it is wrong.
     overrides = ["quiet=true"] * arguments.quiet + ["dry_run=true"] * arguments.dry_run + overrides
     config = compose_configuration(first_of_each(overrides))  # tells mistakes before any job starts
+    follow_parent()
     if arguments.multirun:
+        if config["workers"] > 1 or config["launcher"] != "local":
+            raise UserError(
+                "-m: a sweep has its own launchers (hydra/launcher=joblib); for workers= or launcher= give lists"
+            )
         sweep(overrides)
     else:
-        run_configuration(config)
-    if not config["dry_run"]:
+        run_configuration(config, [*arguments.settings, *(["quiet=true"] * config["quiet"])])
+    is_whole = config["share"] is None and (config["launcher"] == "local" or config["slurm"]["wait"])
+    if is_whole and not config["dry_run"]:
         report(Path(config["out"]), quiet=config["quiet"])
     return 0
 
@@ -102,9 +113,10 @@ def run_job(config: DictConfig) -> None:
     run_configuration(plain(config))
 
 
-def run_configuration(config: dict[str, Any]) -> None:
-    """Plan a run and compute what is missing of it, or print the plan."""
+def run_configuration(config: dict[str, Any], words: Sequence[str] = ()) -> None:
+    """Plan a run and compute what is missing of it, or print the plan; processes it starts get the same `words`."""
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # training tells of every step
+    share = None if config["share"] is None else Share.of(config["share"])
     for module in config["plugins"]:
         _import(module)
     config = with_fetched(config)
@@ -114,21 +126,44 @@ def run_configuration(config: dict[str, Any]) -> None:
     check_tables(config["tables"])
     cells = expand(with_each_layer(config))
     if config["dry_run"]:
-        from fairseq_icl.replication.cost import describe  # measures the machine: only when asked for
-
-        print(describe(config, cells, data))
+        print(_described(config, cells, data, words))
         return
     store = Store(config["out"])
     engine = _engine(config, data, store)
-    check_cells(store, map(engine.key, cells))
+    plan = {engine.key(cell): cell for cell in cells}
+    check_cells(store, plan)
     store.add_plan(plan_of(config, cells, engine))
-    with tqdm(total=len({engine.key(cell) for cell in cells}), unit="cell", disable=config["quiet"]) as bar:
+    if share is not None:  # one of several processes: somebody else shows a bar
+        run(engine, cells, lambda line: store.say(line) if line and not config["quiet"] else None, share)
+        return
+    done = sum(map(store.is_finished, plan))
+    with tqdm(total=len(plan), initial=done, unit="cell", disable=config["quiet"]) as bar:
 
-        def progress(line: str) -> None:
-            bar.write(line, file=sys.stderr)
-            bar.update()
+        def tell(done: float, lines: Sequence[str]) -> None:
+            for line in lines:
+                bar.write(line, file=sys.stderr)
+            if done != bar.n:
+                bar.update(done - bar.n)
 
-        engine.run(cells, (lambda line: None) if config["quiet"] else progress)
+        if config["launcher"] == "slurm":
+            from fairseq_icl.replication.slurm import run_jobs
+
+            run_jobs(config, words, store, plan, data, tell)
+        elif config["workers"] > 1:
+            run_workers(config["workers"], words, store, plan, tell)
+        else:
+            run(engine, cells, lambda line: None if config["quiet"] else tell(bar.n + 1, [line] if line else []))
+
+
+def _described(config: dict[str, Any], cells: list[Cell], data: Path, words: Sequence[str]) -> str:
+    """What --dry-run prints."""
+    from fairseq_icl.replication.cost import describe  # measures the machine: only when asked for
+
+    if config["launcher"] != "slurm":
+        return describe(config, cells, data)
+    from fairseq_icl.replication.slurm import job_script, request
+
+    return describe(config, cells, data) + "\n\n" + job_script(config, request(config, cells, data), words)
 
 
 def with_fetched(config: dict[str, Any]) -> dict[str, Any]:

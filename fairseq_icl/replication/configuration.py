@@ -162,6 +162,10 @@ KINDS: dict[str, tuple[type, ...]] = {
     "skip": (list,),
     "published_settings": (dict,),
     "tables": (list,),
+    "workers": (int,),
+    "launcher": (str,),
+    "share": (str, type(None)),
+    "slurm": (dict,),
     "quiet": (bool,),
     "dry_run": (bool,),
     "model": (dict,),
@@ -178,6 +182,17 @@ MODEL_KINDS: dict[str, tuple[type, ...]] = {
     "shape": (dict, type(None)),
     "learning_rates": (dict,),
 }
+SLURM_KINDS: dict[str, tuple[type, ...]] = {
+    "partition": (str, type(None)),
+    "time": (int, float, type(None)),
+    "memory": (int, float, type(None)),
+    "cpus": (int,),
+    "gpus": (int,),
+    "jobs": (int, type(None)),
+    "options": (list,),
+    "wait": (bool,),
+}
+LAUNCHERS = ("local", "slurm")
 WORDS = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false", type(None): "null"}
 MAX_PATH, MAX_NAME, MAX_SCALE = 4095, 255, 1e12
 """Longest path and longest name in one, in bytes, as Linux has them; and what a learning rate is at most scaled by."""
@@ -190,6 +205,8 @@ def check(values: dict[str, Any]) -> None:
     """
     _check_kinds(values, KINDS, "")
     _check_kinds(values["model"], MODEL_KINDS, "model.")
+    _check_kinds(values["slurm"], SLURM_KINDS, "slurm.")
+    check_processes(values)
     for key in GRID:
         if values[key] == []:
             raise UserError(f"{key}=[]: give at least one value, or leave the setting out")
@@ -227,6 +244,27 @@ def _name_of(path: str) -> str:
         return path.removeprefix(HUB).partition("@")[0].rpartition("/")[2]
     place = Path(path).resolve()
     return (place if place.is_dir() else place.parent).name
+
+
+def check_processes(values: dict[str, Any]) -> None:
+    """Refuse numbers of processes and what cannot go together."""
+    slurm = values["slurm"]
+    ranges: dict[str, tuple[Any, float, float]]
+    ranges = {"workers": (values["workers"], 1, 1000), "slurm.jobs": (slurm["jobs"], 1, 1000)}
+    ranges |= {"slurm.cpus": (slurm["cpus"], 1, 1024), "slurm.gpus": (slurm["gpus"], 0, 1)}
+    ranges |= {"slurm.time": (slurm["time"], 5, 1e6), "slurm.memory": (slurm["memory"], 0.1, 1e5)}
+    for key, (value, low, high) in ranges.items():
+        if value is not None and (isinstance(value, bool) or not low <= value <= high):
+            raise UserError(f"{key}={str(value)[:80]}: must be a number from {low:g} to {high:g}")
+    if values["launcher"] not in LAUNCHERS:
+        raise UserError(f"launcher={values['launcher'][:80]}: {nearest(values['launcher'], LAUNCHERS)}")
+    if values["workers"] > 1 and (values["launcher"] != "local" or values["share"] is not None):
+        raise UserError("workers: neither with launcher=slurm (slurm.jobs=N) nor with share")
+    if slurm["partition"] is not None and not re.fullmatch(r"[\w.,-]+", slurm["partition"]):
+        raise UserError(f"slurm.partition={slurm['partition'][:80]}: must be a partition's name (sinfo shows them)")
+    for option in slurm["options"]:
+        if not isinstance(option, str) or not re.fullmatch(r"-[^\s'\"]+", option):
+            raise UserError(f"slurm.options={str(option)[:80]}: must be options of sbatch, each like --account=lab")
 
 
 def check_name(key: str, name: str) -> None:

@@ -62,13 +62,34 @@ def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
     lines += [_counted(cells, todo), ""]
     if not todo:
         return "\n".join([*lines, "everything is finished already"])
+    cost = estimate(config, todo, data)
+    lines += [f"estimated time: {duration(cost.seconds)} on this machine, measured just now"]
+    lines += [f"  {name:<18} {duration(part)}" for name, part in cost.parts]
+    lines += [f"estimated memory: {cost.bytes / 2**30:.1f} GiB"]
+    if config["workers"] > 1:
+        lines[-1] += f" for each of {config['workers']} workers, who share the work"
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What some cells cost in one process."""
+
+    seconds: float
+    parts: list[tuple[str, float]]
+    """Name of the work -> its seconds."""
+    bytes: float
+    """Most memory at once."""
+
+
+def estimate(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Cost:
+    """Time and memory of the cells, measured on this machine."""
+    files = find_model(config["model"], Path(config["out"]), make=False)
+    shape = shape_of(config["model"], files)
     stages = stages_of(todo)
     seconds, prompts = measure_stages(stages, files, data, shape, quiet=config["quiet"])
     total = sum(seconds[stage] * count for stage, (count, _) in stages.items())
-    lines += [f"estimated time: {duration(total)} on this machine, measured just now"]
-    lines += [f"  {name:<18} {duration(part)}" for name, part in _by_name(stages, seconds)]
-    lines += [f"estimated memory: {peak_bytes(shape, prompts, todo) / 2**30:.1f} GiB"]
-    return "\n".join(lines)
+    return Cost(total, _by_name(stages, seconds), peak_bytes(shape, prompts, todo))
 
 
 def stages_of(cells: Sequence[Cell]) -> dict[Stage, tuple[int, Cell]]:

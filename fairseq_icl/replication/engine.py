@@ -1,14 +1,14 @@
-"""Run the cells of a plan: observe, fine-tune, compare, store. Everything that cells share is done once.
+"""Compute a cell: observe, fine-tune, compare, store. Everything that cells share is done once.
 
 The base model is loaded once per process. Observations that several unfinished cells need (ZSL and ICL by all methods
 of a run) are kept in the results folder until the last of those cells is finished, so neither another process nor a
-resumed run makes them again.
+resumed run makes them again. Which process computes which cell when is scheduling.py's.
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from fairseq_icl.observing import Observation, observe
 from fairseq_icl.observing.observation import load_observations, save_observations
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell, data_hash, key_of
-from fairseq_icl.replication.store import Store, StoreError
+from fairseq_icl.replication.locks import Held
+from fairseq_icl.replication.store import Store
 from fairseq_icl.results import provenance, read_gradient_record, write_curve, write_results
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.examples import most_disagreeing
@@ -61,44 +62,14 @@ class Engine:
             (self.key(other, setting), other, setting) for other, setting in ((cell, "zsl"), (cell, "icl"), *trained)
         ]
 
-    def run(self, cells: Sequence[Cell], progress: Callable[[str], None] = lambda line: None) -> int:
-        """Compute what is not there yet; returns how many cells this process computed, and tells `progress` of each.
+    def compute(self, cell: Cell, plan: dict[str, Cell]) -> None:
+        """Compute and store a cell; `plan` has, by key, all cells that may share its observations.
 
-        A cell that another process works on is left to it and looked at again in the end. A cell whose fine-tuning
-        fails does not stop the others; the failures are reported together when all else is done.
+        Held, if another process makes one of those right now.
         """
-        self.store.sweep_unfinished()
-        keyed = {self.key(cell): cell for cell in cells}
-        computed, failures = 0, dict[str, str]()
-        for wait in (False, True):
-            for key, cell in keyed.items():
-                if self.store.is_finished(key) or key in failures:
-                    continue
-                with self.store.working_on(key, wait=wait) as mine:
-                    if not mine or self.store.is_finished(key):
-                        continue
-                    start = time.perf_counter()
-                    try:
-                        self._compute(key, cell, keyed)
-                    except StoreError:
-                        raise
-                    except UserError as error:
-                        failures[key] = f"{cell.label}: {error}"
-                        progress(f"failed: {failures[key]}")
-                        continue
-                    computed += 1
-                    progress(f"{cell.label}: {time.perf_counter() - start:.1f} s")
-        self._drop_observations(keyed)
-        if failures:
-            first = next(iter(failures.values()))
-            if len(failures) == len(keyed):
-                raise UserError(first)
-            raise UserError(f"{len(failures)} of {len(keyed)} cells failed, the others are stored; {first}")
-        return computed
-
-    def _compute(self, key: str, cell: Cell, keyed: dict[str, Cell]) -> None:
         start = time.perf_counter()
-        shared = self._still_needed({other: cell for other, cell in keyed.items() if other != key})
+        key = self.key(cell)
+        shared = self._still_needed({other: cell for other, cell in plan.items() if other != key})
         needs = self.needs(cell)
         seen = [self._observed(*need, keep=need[0] in shared) for need in needs[:2]]
         curve = None
@@ -142,7 +113,7 @@ class Engine:
         unfinished = [cell for key, cell in keyed.items() if not self.store.is_finished(key)]
         return {need for cell in unfinished for need, _, _ in self.needs(cell)}
 
-    def _drop_observations(self, keyed: dict[str, Cell]) -> None:
+    def drop_observations(self, keyed: dict[str, Cell]) -> None:
         """Forget the observations of this plan that nobody needs any more."""
         wanted = self._still_needed(keyed)
         for need in {need for cell in keyed.values() for need, _, _ in self.needs(cell)} - wanted:
@@ -150,7 +121,9 @@ class Engine:
 
     def _observed(self, key: str, cell: Cell, setting: str, *, keep: bool) -> Observed:
         """The observation under `key`: from its files, else made now (by one process at a time) and kept if asked."""
-        with self.store.working_on(key, wait=True):
+        with self.store.working_on(key) as mine:
+            if not mine:
+                raise Held(key)
             folder = self.store.observation_folder(key)
             if os.path.lexists(folder):
                 try:

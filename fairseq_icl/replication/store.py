@@ -4,6 +4,7 @@
     RUN/plans/HASH.json       what was asked for: the cells of each command, by key
     RUN/cells/KEY/            a finished cell: results.parquet, cell.json (its configuration), time.json
     RUN/observations/KEY/     observations that unfinished cells still share
+    RUN/failures/KEY.json     why a cell could not be computed, until it is
     RUN/locks/                held while a process works on a key (locks.py)
 
 A cell is written into a folder of its own beside its place and renamed in one step, so it is there completely or not
@@ -11,6 +12,7 @@ at all. Names of unfinished files and folders say which process of which host wr
 removes those whose process is gone.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -38,13 +40,13 @@ from fairseq_icl.files import (
 from fairseq_icl.replication.locks import Locks, StoreError
 
 FORMAT = 2
-FOLDERS = ("plans", "cells", "observations", "locks")
-OTHERS = ("store.json", "stand_in", "report")
+FOLDERS = ("plans", "cells", "observations", "failures", "locks")
+OTHERS = ("store.json", "stand_in", "report", "slurm")
 """What else may lie in a results folder."""
 SUMS = "sums.json"
 """In an observation's folder: its key, and the SHA-256 of its files."""
 KEY = re.compile(r"[^./\\\0][^/\\\0]*")
-SWEPT = ("plans", "locks", "stand_in", "report", "report/figures")
+SWEPT = ("plans", "failures", "locks", "stand_in", "report", "report/figures")
 """Folders that only single files are written into."""
 PLAN_TEXTS = ("model", "init", "dataset", "method", "variant", "key")
 PLAN_NUMBERS = ("seed", "permutation")
@@ -144,6 +146,20 @@ class Store:
     def finish(self, key: str, write: Callable[[Path], None]) -> None:
         """Store a cell: `write` fills a folder, which becomes the cell's in one step."""
         self._put(self.cell_folder(key), write)
+        (self.folder / "failures" / f"{key}.json").unlink(missing_ok=True)
+
+    def fail(self, key: str, said: dict[str, str]) -> None:
+        """Remember why a cell could not be computed."""
+        with _clear_errors(self.folder):
+            write_atomically(self.folder / "failures" / f"{key}.json", json.dumps(said, indent=1))
+
+    def failure(self, key: str) -> dict[str, Any]:
+        """What the last attempt to compute the cell said; nothing if it did not fail."""
+        path = self.folder / "failures" / f"{key}.json"
+        try:
+            return self.read_json(path) if path.is_file() else {}
+        except UserError:
+            return {}
 
     def observation_folder(self, key: str) -> Path:
         """Where an observation that several cells share is kept."""
@@ -187,12 +203,21 @@ class Store:
                 for file in unfinished.iterdir():
                     sync(file)
                 sync(unfinished)
-                os.rename(unfinished, place)
+                self._rename(unfinished, place)
                 sync(place.parent)
             except UserError as error:  # of a writer of files
                 raise StoreError(str(error)) from error
             finally:
                 remove(unfinished)
+
+    @staticmethod
+    def _rename(unfinished: Path, place: Path) -> None:
+        """Put a folder into its place, unless another process, which took our lock over, was faster."""
+        try:
+            os.rename(unfinished, place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not place.is_dir():
+                raise
 
     def say(self, line: str) -> None:
         """A line for the user about the folder's state."""

@@ -59,7 +59,9 @@ def test_replicate(tmp_path: Path, word: str, part: str):
 
 def test_flags_may_stand_between_settings(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr(replicate, "run_configuration", seen.append)  # a dry run measures the machine: slow
+    monkeypatch.setattr(
+        replicate, "run_configuration", lambda config, words: seen.append(config)
+    )  # a dry run measures the machine: slow
     assert replicate.main(["experiment=demo", "--dry-run", "model=demo"]) == 0
     assert (seen[0]["dry_run"], seen[0]["model"]["name"]) == (True, "demo")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.replication import scheduling
 from fairseq_icl.replication.cells import file_hash
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.plan import expand
@@ -76,7 +77,7 @@ def test_data_that_change_between_plan_and_reading_are_refused(tmp_path: Path):
     with (world.data / "toy_valid.jsonl").open("a") as file:
         file.write('{"text": "word1 word2", "label": 0}\n')
     with pytest.raises(UserError, match="toy changed during the run; start it again"):
-        engine.run([cell])
+        scheduling.run(engine, [cell])
     assert not tables(tmp_path / "run")
     file_hash.cache_clear()
 

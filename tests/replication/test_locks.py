@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication import locks
-from fairseq_icl.replication.locks import Locks, holder_of, mount_options, why_flock_fails
+from fairseq_icl.replication import file_systems, locks
+from fairseq_icl.replication.file_systems import mounted_as, why_flock_fails
+from fairseq_icl.replication.locks import Locks, holder_of
 from fairseq_icl.replication.store import Store, StoreError
 
 HOLDER = """
@@ -124,6 +125,9 @@ def test_a_soft_lock_of_a_dead_process_of_this_host_is_broken_and_one_of_another
         ("nfs", "rw,vers=3,nolock", "nolock"),
         ("lustre", "rw,localflock,lazystatfs", "localflock"),
         ("lustre", "rw,flock,lazystatfs", None),
+        ("ceph", "rw,noatime", None),
+        ("beegfs", "rw,relatime", "beegfs"),
+        ("fuse.sshfs", "rw,user_id=0", "fuse.sshfs"),
     ],
 )
 def test_mounts_on_which_locks_hold_on_one_host_only(tmp_path, monkeypatch, kind, options, expected):
@@ -131,10 +135,10 @@ def test_mounts_on_which_locks_hold_on_one_host_only(tmp_path, monkeypatch, kind
     run.mkdir(parents=True)
     mounted = str(tmp_path / "a run").replace(" ", "\\040")
     (tmp_path / "mounts").write_text(f"/dev/x / ext4 rw,nolock 0 0\nserver:/d {mounted} {kind} {options} 0 0\nbroken\n")
-    monkeypatch.setattr(locks, "MOUNTS", tmp_path / "mounts")
-    assert mount_options(run) == set(options.split(","))
+    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "mounts")
+    assert mounted_as(run) == (kind, set(options.split(",")))
     reason = why_flock_fails(run)
-    assert reason is None if expected is None else reason is not None and f"mounted with {expected}" in reason
+    assert reason is None if expected is None else reason is not None and f"{expected}" in reason
     assert list(run.iterdir()) == []
 
 
