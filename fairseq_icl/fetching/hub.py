@@ -86,11 +86,11 @@ def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -
 
 
 def fetch_to_cache(
-    repository: Repository, revision: str | None, paths: Sequence[str], by_hand: str, *, quiet: bool = False
+    repository: Repository, name: str, revision: str | None, paths: Sequence[str], by_hand: str, *, quiet: bool = False
 ) -> Path:
     """The folder in the library's own cache that holds these files of the repository, fetched if they are not there.
 
-    The cache remembers what `revision` meant, for the next time without network.
+    The cache remembers what `name`, which may be an old one, and `revision` meant, for the next time without network.
     """
     library = _library()
     if quiet:
@@ -98,11 +98,11 @@ def fetch_to_cache(
     bring = partial(library.hf_hub_download, endpoint=endpoint())
     for path in paths:
         with _one_line(repository.name, repository.commit, by_hand):
-            place = Path(bring(repository.name, path, revision=repository.commit))
+            place = Path(bring(name, path, revision=repository.commit))
         if not repository.has(path, place):
             raise UserError(f"{place}: damaged (its checksum is not the hub's); remove it and try again")
     with _one_line(repository.name, revision, by_hand):
-        return Path(bring(repository.name, paths[0], revision=revision)).parent
+        return Path(bring(name, paths[0], revision=revision)).parent
 
 
 def _file(sibling: Any) -> HubFile:

@@ -65,7 +65,7 @@ def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
         needed_files(str(folder), (path.name for path in folder.iterdir()))
         return folder
     paths = needed_files(repository_name, repository.files)
-    return fetch_to_cache(repository, revision, paths, by_hand, quiet=quiet)
+    return fetch_to_cache(repository, repository_name, revision, paths, by_hand, quiet=quiet)
 
 
 def _by_hand(name: str, folder: str, use: str = "") -> str:
