@@ -43,11 +43,17 @@ class BenchRow:
 
 
 HEADER = ["", "ours s", "authors s", "times faster", "ours MiB", "authors MiB", "ours kB", "authors kB", "of GEMM rate"]
+PAGE = "benchmark.md"
 PREAMBLE = """\
-Made by `{command}`. "Ours" is `observe`, `fine_tuned` and `compare`, which every command of this plugin runs.
-"Authors" is the protocol of the two papers' code, rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py):
-every query alone behind the whole prompt, whole attention maps, all logits, gradients of all weights, records as JSON
-lines. tests/bench checks that it gives the numbers their code gave."""
+# Benchmark
+
+`fairseq-icl bench --shape SHAPE --peers --write-docs` makes a shape's part of this page anew. "Ours" is `observe`,
+`fine_tuned` and `compare`, which every command of this plugin runs. "Authors" is the protocol of the two papers' code,
+rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py): every query alone behind the whole prompt, whole
+attention maps, all logits, gradients of all weights, records as JSON lines; tests/bench checks that it gives the
+numbers their code gave. In rows that name transformers its seconds stand in the authors' column.
+
+"""
 EXPLANATION = (
     "s: seconds, the best of several runs in turn. MiB: peak memory above the weights, in a process of its own. "
     "kB: written to disk per example. GEMM rate: bare matrix products with as many rows, measured in the same run."
@@ -113,8 +119,8 @@ class BenchFindings:
         return "\n\n".join(part for part in parts if part)
 
     def markdown(self, command: str) -> str:
-        """Everything, as a page that names the command it was made by."""
-        parts = [f"# Benchmark at the {self.shape} shape\n\n{PREAMBLE.format(command=command)}\n\n{self.title}"]
+        """Everything, as the part of a page that names the command it was made by."""
+        parts = [f"## {self.shape}", f"Made by `{command}`.", self.title]
         if self.rows:
             parts += [_markdown([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
         if self.points:
@@ -127,9 +133,14 @@ class BenchFindings:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def write(self, folder: Path, command: str) -> None:
-        """benchmark_SHAPE.md and, if there was a sweep, benchmark_SHAPE.png."""
+        """The shape's part of benchmark.md and, if there was a sweep, benchmark_SHAPE.png."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"benchmark_{self.shape}.md").write_text(self.markdown(command))
+        page = folder / PAGE
+        before = page.read_text() if page.is_file() else PREAMBLE
+        start, end = f"<!-- {self.shape} -->\n", f"<!-- end of {self.shape} -->\n"
+        head, _, rest = before.partition(start)
+        part = f"{start}\n{self.markdown(command)}\n{end}"
+        page.write_text(head + part + rest.partition(end)[2])
         if self.points:
             plot(self.points, folder / f"benchmark_{self.shape}.png")
 

@@ -60,7 +60,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peers", action="store_true", help="also against transformers, on a GPT-2 and a Llama of the same shape"
     )
-    parser.add_argument("--write-docs", action="store_true", help="write docs/benchmark_SHAPE.md and its plot")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write the shape's part of docs/benchmark.md, and its plot"
+    )
     return parser.parse_args(argv)
 
 

@@ -43,7 +43,11 @@ def test_text_has_a_line_for_every_row_limit_and_point() -> None:
 
 def test_page_and_plot_are_written(tmp_path: Path) -> None:
     BenchFindings("tiny", "a title", ROWS, [], POINTS).write(tmp_path, "fairseq-icl bench")
-    page = (tmp_path / "benchmark_tiny.md").read_text()
+    BenchFindings("large", "another", ROWS).write(tmp_path, "fairseq-icl bench --shape large")
+    BenchFindings("tiny", "a title", ROWS, [], POINTS).write(tmp_path, "fairseq-icl bench")
+    page = (tmp_path / "benchmark.md").read_text()
+    assert page.count("\n## ") == 2  # a part a shape, made anew in its place
+    page = page.partition("<!-- end of tiny -->")[0]
     assert "Made by `fairseq-icl bench`." in page
     assert "![cost per query](benchmark_tiny.png)" in page
     assert page.count("\n| ") == 2 * (1 + 2)  # header and rows of two tables
@@ -52,4 +56,4 @@ def test_page_and_plot_are_written(tmp_path: Path) -> None:
 
 def test_no_plot_without_a_sweep(tmp_path: Path) -> None:
     BenchFindings("tiny", "a title", ROWS).write(tmp_path, "fairseq-icl bench")
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_tiny.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.md"]
