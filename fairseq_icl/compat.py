@@ -70,6 +70,7 @@ def apply(restore: Callable[[str, dict[str, Any]], Any]) -> None:
     torch.serialization.add_safe_globals(CHECKPOINT_CLASSES)  # for fairseq's own reading of checkpoints
     watch_command_lines()
     honour_flags_in_validate(restore)
+    resume_tasks()
     gather_without_cuda()
     tell_failed_saves()
     train_in_half_precision_without_cuda()
@@ -248,6 +249,24 @@ def gather_without_cuda() -> None:
         return gathered
 
     distributed_utils.all_gather_list = all_gather_list
+
+
+def resume_tasks() -> None:
+    """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it.
+
+    Only tasks that say so (`resumes`) get theirs: others were not written for it.
+    """
+    from fairseq.trainer import Trainer
+
+    load = Trainer.load_checkpoint
+
+    def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        extra_state = load(self, filename, *args, **kwargs)
+        if getattr(self.task, "resumes", False) and self.get_num_updates() > 0:
+            self.task.load_state_dict(checkpoint_utils.load_checkpoint_to_cpu(filename).get("task_state", {}))
+        return extra_state
+
+    Trainer.load_checkpoint = load_checkpoint
 
 
 def tell_failed_saves() -> None:

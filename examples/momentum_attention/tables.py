@@ -19,7 +19,7 @@ from fairseq_icl.files import PACKAGE, write_atomically
 
 Measured = Mapping[Run, dict[str, Any]]
 Number = Callable[[dict[str, Any]], float]
-TRAINED_SECONDS = r"done training in ([\d.]+) seconds"
+UPDATES_A_SECOND = r" ups=([\d.]+),"
 MARKS = ("<!-- tables -->", "<!-- end of tables -->")
 SHOWN_K = 8
 """Demonstrations in the table by dataset."""
@@ -84,10 +84,12 @@ def similarity_table(measured: Measured) -> str:
 
 
 def time_table(logs: Mapping[Run, str]) -> str:
-    """Seconds of training, and the update from which on sentences in templates are read."""
-    seconds = {run: {"seconds": sum(map(float, re.findall(TRAINED_SECONDS, log)))} for run, log in logs.items()}
-    columns: dict[str, Number] = {"wall-clock seconds of training": lambda seen: float(seen["seconds"])}
-    return "\n".join(_rows("model", columns, seconds, 0))
+    """How fast training was at its fastest: whatever else a machine does can only slow it down."""
+    speed = {
+        run: {"speed": max(map(float, re.findall(UPDATES_A_SECOND, log)), default=0.0)} for run, log in logs.items()
+    }
+    columns: dict[str, Number] = {"updates a second, at the fastest": lambda seen: float(seen["speed"])}
+    return "\n".join(_rows("model", columns, speed, 1))
 
 
 def _average(seen: dict[str, Any], k: int) -> float:

@@ -95,6 +95,8 @@ def files_of(cfg: Any) -> ModelFiles:
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
 
+    resumes = True  # what was recorded before an interruption is part of the result; see compat.resume_tasks
+
     def __init__(
         self,
         cfg: Any,

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from fairseq_icl.observing.observation import load_observations
 from fairseq_icl.results import means, read_results
@@ -21,6 +22,17 @@ def finetuned(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gd")
     succeeded(world.train(folder, "--record-queries"))
     return folder / "checkpoint_last.pt"
+
+
+def test_training_that_goes_on_keeps_the_queries_recorded_before(world: World, finetuned: Path, tmp_path: Path) -> None:
+    succeeded(world.train(tmp_path, "--record-queries", "--max-update", 2))
+    succeeded(world.train(tmp_path, "--record-queries"))
+    whole, resumed = (
+        torch.load(folder / "checkpoint_last.pt", weights_only=False)["task_state"]["training_queries"]
+        for folder in (finetuned.parent, tmp_path)
+    )
+    assert len(whole) == 6
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

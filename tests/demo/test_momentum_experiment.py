@@ -12,9 +12,8 @@ from examples.momentum_attention.tables import MARKS, write_tables
 from examples.momentum_attention.training import ETAS, LAST_LEVEL, LEVELS, RUNS, SEEDS, Run
 
 DATASETS = ("demo_sentiment", "demo_subjectivity", "demo_topic", "demo_pairs")
-LOG = """x | INFO | train_inner | epoch 001: 50 loss=2, label_loss=1.5, text_loss=2, level=0, num_updates=50, lr=1
+LOG = """x | INFO | train_inner | epoch 001: 50 loss=2, label_loss=1.5, level=0, ups=9.5, num_updates=50, lr=1
 x | INFO | valid on 'demo_topic' subset | accuracy_k16 0.25 | num_updates 50
-x | INFO | fairseq_cli.train | done training in 60.5 seconds
 """
 
 
@@ -34,6 +33,10 @@ def test_planned_levels_begin_whatever_the_accuracy_is():
         levels.setdefault(task.state.level, epoch)
     assert list(levels.values()) == [1, *map(int, LEVELS.split(","))]
     assert LAST_LEVEL == max(levels) == Level.LAST
+    resumed = DemoPretrainingTask(task.cfg, None, None)
+    resumed.datasets["train"] = SimpleNamespace()
+    resumed.begin_epoch(60, None)
+    assert resumed.state.level == Level.LAST
 
 
 def measured(shift: float) -> dict:

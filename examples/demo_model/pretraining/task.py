@@ -41,6 +41,8 @@ class DemoPretrainingConfig(FairseqDataclass):
 class DemoPretrainingTask(FairseqTask):
     """Split "train": episodes at the current level. Any other split: the held-out dataset of that name."""
 
+    resumes = True  # see fairseq_icl.compat
+
     def __init__(self, cfg: DemoPretrainingConfig, dictionary: Dictionary, tokenizer: Tokenizer) -> None:
         super().__init__(cfg)
         self.dictionary, self.tokenizer = dictionary, tokenizer
@@ -61,20 +63,27 @@ class DemoPretrainingTask(FairseqTask):
         self.datasets[split] = dataset
 
     def begin_epoch(self, epoch, model) -> None:
-        """Go up one level if in the last epoch most labels that could be known were right, in every watched format."""
-        level = self.state.level
-        planned = [int(first) for first in self.cfg.widen_at_epochs.split(",") if first]
-        watched = Level(level).watched_formats
-        accuracies = [self.totals[f"{name}_correct"] / max(1, self.totals[name]) for name in watched]
-        read_well = (
-            epoch >= planned[level] if level < len(planned) else not planned and min(accuracies) >= self.cfg.widen_at
-        )
-        if read_well and level < Level.LAST:
-            level += 1
+        """Set the level of the epoch, and forget the accuracies of the one before."""
+        level = self.level_of(epoch)
+        if level > self.state.level:
             logger.info("level %d from epoch %d on", level, epoch)
         self.state.merge_state_dict({"level": level})
         self.datasets["train"].level = Level(level)
         self.totals.clear()
+
+    def level_of(self, epoch: int) -> int:
+        """What is planned for the epoch, also in a run that goes on in the middle.
+
+        Without a plan, one more if in the last epoch most labels that could be known were right, in every watched
+        format.
+        """
+        planned = [int(first) for first in self.cfg.widen_at_epochs.split(",") if first]
+        if planned:
+            return sum(epoch >= first for first in planned)
+        level = self.state.level
+        watched = Level(level).watched_formats
+        accuracies = [self.totals[f"{name}_correct"] / max(1, self.totals[name]) for name in watched]
+        return min(Level.LAST, level + (min(accuracies) >= self.cfg.widen_at))
 
     def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
         loss, sample_size, log = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)

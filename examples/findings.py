@@ -1,0 +1,176 @@
+"""The tables of docs/findings.md, from the results folders of the runs that the page names.
+
+    python -m examples.findings --runs DEUTCH LINEARIZED AUDIT --page docs/findings.md
+
+writes what is in the folders between the marks of the page; what is not there yet is left out. Means and standard
+deviations are over seeds. The verdicts and figures are those that `fairseq-icl report DEUTCH` wrote.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from fairseq_icl.files import write_atomically
+from fairseq_icl.replication.report.run import load_run
+
+MARKS = ("<!-- tables -->", "<!-- end of tables -->")
+DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
+FIGURES = ("over_tasks", "layers_sim_aou_norm", "partition")
+ANSWERS = {
+    "accuracy": "Accuracy",
+    "accuracy_calibrated": "Accuracy, calibrated by inputs without content",
+    "auc": "AUC, macro over classes",
+}
+SIMILARITIES = {
+    "sim_aou": "SimAOU",
+    "sim_aou_random": "SimAOU of a random update",
+    "sim_aou_norm": "SimAOU_norm",
+    "sim_am_before": "SimAM before fine-tuning",
+    "sim_am_after": "SimAM after it",
+    "sim_am_delta": "SimAM_delta",
+    "kendall_tokens": "Kendall's tau over training tokens",
+    "rec2ftp": "Rec2FTP",
+    "rpa": "RPA",
+}
+
+
+def main() -> None:
+    """Read the folders, write the page."""
+    parser = argparse.ArgumentParser(prog="python -m examples.findings", description=__doc__)
+    parser.add_argument(
+        "--runs", nargs="+", type=Path, required=True, help="results folders, the one with figures first"
+    )
+    parser.add_argument("--page", type=Path, required=True)
+    arguments = parser.parse_args()
+    summary = pd.concat([load_run(run).summary for run in arguments.runs], ignore_index=True)
+    report = arguments.runs[0] / "report"
+    parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(summary)]
+    parts += [verdicts(report / "verdicts.csv"), *figures(report / "figures", arguments.page)]
+    before, _, rest = arguments.page.read_text("utf-8").partition(MARKS[0])
+    text = "\n\n".join(part for part in parts if part)
+    write_atomically(arguments.page, f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
+def answers(summary: pd.DataFrame) -> str:
+    """How good the model is: zero-shot, in context, fine-tuned."""
+    plain = chosen(summary)
+    lines = []
+    for metric, name in ANSWERS.items():
+        lines.append((f"**{name}**", *[""] * len(DATASETS)))
+        for setting, method, title in (
+            ("zsl", "gd", "zero-shot"),
+            ("icl", "gd", "in context"),
+            ("ft", "gd", "fine-tuned, gd"),
+            ("ft", "lcgd", "fine-tuned, lcgd"),
+        ):
+            lines.append((title, *row(plain, method, f"{metric}_{setting}")))
+    return table("### How well it answers", lines)
+
+
+def similarities(summary: pd.DataFrame) -> str:
+    """ICL against both ways of fine-tuning."""
+    plain = chosen(summary)
+    lines = [
+        (f"{name}, {method}", *row(plain, method, metric))
+        for metric, name in SIMILARITIES.items()
+        for method in ("gd", "lcgd")
+    ]
+    return table("### ICL against fine-tuning", lines)
+
+
+def untrained(summary: pd.DataFrame) -> str:
+    """The trained model beside the two baselines."""
+    lines = [
+        (f"{SIMILARITIES[metric]}, {init}", *row(chosen(summary, init), "gd", metric))
+        for metric in ("sim_aou", "sim_aou_norm", "sim_am_delta")
+        for init in ("pretrained", "trained-embeddings", "layer-norms")
+    ]
+    baselines = [line for line in lines if "pretrained" not in line[0]]
+    return table("### Against models that were not trained", lines) if any(map(known, baselines)) else ""
+
+
+def linearized(summary: pd.DataFrame) -> str:
+    """Linearized fine-tuning, on the seeds that have it."""
+    lines = [
+        (f"{SIMILARITIES[metric]}, linearized", *row(chosen(summary), "linearized", metric))
+        for metric in ("sim_aou", "sim_aou_norm", "sim_am_delta")
+    ]
+    return table("### Linearized fine-tuning", lines) if any(map(known, lines)) else ""
+
+
+def audit(summary: pd.DataFrame) -> str:
+    """Every difference between the authors' code and the papers' text, one at a time."""
+    variants = summary[(summary["init"] == "pretrained") & (summary["method"] == "gd") & (summary["variant"] != "")]
+    if variants.empty:
+        return ""
+    datasets = list(dict.fromkeys(variants["dataset"]))
+    lines = []
+    for variant in ["", *dict.fromkeys(variants["variant"])]:
+        cells = summary[(summary["variant"] == variant) & summary["dataset"].isin(datasets)]
+        one = [
+            number(cells, "gd", metric, dataset)
+            for metric in ("sim_aou", "sim_aou_norm", "sim_am_delta")
+            for dataset in datasets
+        ]
+        lines.append((f"`{variant}`" if variant else "as the authors ran it", *one))
+    heads = [f"{SIMILARITIES[m]}, {d}" for m in ("sim_aou", "sim_aou_norm", "sim_am_delta") for d in datasets]
+    return table("### What each reading does (gd)", lines, heads)
+
+
+def verdicts(path: Path) -> str:
+    """The papers' claims, here and on the authors' own runs."""
+    said = pd.read_csv(path)
+    said = said[said["here"] != "no data"]
+    columns = ["claim", "here", "effect", "why", "authors' runs"]
+    rows = [tuple(str(line[name]).strip("'") for name in columns) for _, line in said.iterrows()]
+    return table("### Do the papers' claims hold?", rows, columns[1:])
+
+
+def figures(folder: Path, page: Path) -> list[str]:
+    """Copies of the report's figures beside the page, and the lines that show them."""
+    shown = []
+    for start in FIGURES:
+        for figure in sorted(folder.glob(f"{start}_*.png")):
+            copy = page.with_name(f"{page.stem}_{start}.png")
+            shutil.copy(figure, copy)
+            shown.append(f"![{start.replace('_', ' ')}]({copy.name})")
+    return shown
+
+
+def chosen(summary: pd.DataFrame, init: str = "pretrained") -> pd.DataFrame:
+    """The plain cells of an init; where two folders have them, those with more seeds."""
+    plain = summary[(summary["init"] == init) & (summary["variant"] == "")]
+    return plain.sort_values("runs", ascending=False).drop_duplicates(["dataset", "method", "metric"])
+
+
+def row(cells: pd.DataFrame, method: str, metric: str) -> list[str]:
+    """One number a dataset."""
+    return [number(cells, method, metric, dataset) for dataset in DATASETS]
+
+
+def number(cells: pd.DataFrame, method: str, metric: str, dataset: str) -> str:
+    """Mean ± standard deviation over seeds; a single seed has none."""
+    found = cells[(cells["method"] == method) & (cells["metric"] == metric) & (cells["dataset"] == dataset)]
+    if found.empty or pd.isna(found.iloc[0]["mean"]):
+        return "–"
+    spread = found.iloc[0]["sd"]
+    return f"{found.iloc[0]['mean']:.3f}" + ("" if pd.isna(spread) else f" ± {spread:.3f}")
+
+
+def known(line: Sequence[str]) -> bool:
+    """Whether any number of a line is there."""
+    return any(cell != "–" for cell in line[1:])
+
+
+def table(title: str, lines: Sequence[Sequence[str]], heads: Sequence[str] = DATASETS) -> str:
+    """A Markdown table of the lines that have numbers."""
+    kept = [line for line in lines if known(line)]
+    cells = [("", *heads), ("---", *["---"] * len(heads)), *kept]
+    return f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+if __name__ == "__main__":
+    main()
