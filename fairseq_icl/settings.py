@@ -265,7 +265,7 @@ class Settings:
     gradient_norms: str = setting(
         "trained",
         "whose gradients are recorded: of what learns, or also of all parameters of a layer, summed over tokens, as in "
-        "the second paper's heat maps",
+        "the second paper's heat maps (not in linearized training)",
         (TRAINING,),
         choices=("trained", "all"),
     )

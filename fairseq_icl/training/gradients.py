@@ -180,9 +180,12 @@ def gradient_control(
     *,
     linearized: bool = False,
 ) -> GradientControl:
-    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value."""
+    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value.
+
+    A linearized model has gradients of what learns alone: its record says nothing of whole layers.
+    """
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
-    whole = WholeLayers(decoder, linearized=linearized) if settings.gradient_norms == "all" else None
+    whole = WholeLayers(decoder) if settings.gradient_norms == "all" and not linearized else None
     return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole)
 
 

@@ -21,9 +21,7 @@ from fairseq_icl.errors import UserError
 class WholeLayers:
     """Watches the batches of one training."""
 
-    def __init__(self, decoder: Any, *, linearized: bool) -> None:
-        if linearized:
-            raise UserError("gradient_norms=all: the linearized model has gradients of what learns alone; leave it out")
+    def __init__(self, decoder: Any) -> None:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError("gradient_norms=all: frozen weights' gradients are not summed over processes; train in one")
         self._layers = list(decoder.layers)

@@ -7,7 +7,13 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.results import GRADIENT_COLUMNS, heatmap_matrix, read_gradient_record, step_size_matrix
+from fairseq_icl.results import (
+    GRADIENT_COLUMNS,
+    heatmap_matrix,
+    read_gradient_record,
+    step_size_matrix,
+    whole_layer_matrix,
+)
 from fairseq_icl.training.gradient_record import describe, write_gradient_record
 from tests.criterions.tiny_model import build_model
 
@@ -15,7 +21,7 @@ from tests.criterions.tiny_model import build_model
 def record(steps: int = 2) -> pd.DataFrame:
     """Norms 3 + step and 4 + step of two parameters of three layers."""
     rows = [
-        (step, str(step * 10), layer, name, norm + step, 2.5, 8, 0.01 * norm, norm)
+        (step, str(step * 10), layer, name, norm + step, 2.5, 8, 0.01 * norm, norm, 90.0 + layer)
         for step in range(steps)
         for layer in range(3)
         for name, norm in (("k_proj.weight", 3.0), ("v_proj.weight", 4.0))
@@ -57,7 +63,8 @@ def test_file_that_is_no_record_is_told_in_one_line(tmp_path: Path, content: byt
 
 def test_step_sizes_are_those_of_whole_layers_and_old_files_are_read(tmp_path: Path):
     np.testing.assert_allclose(step_size_matrix(record()), np.full((2, 3), 0.01))
-    old = record().drop(columns=["update", "weight"])
+    np.testing.assert_array_equal(whole_layer_matrix(record()), [[90, 91, 92]] * 2)
+    old = record().drop(columns=["update", "weight", "whole_layer"])
     write_gradient_record(tmp_path / "r.parquet", old, build_model().decoder)
     table, _ = read_gradient_record(tmp_path / "r.parquet")
     assert list(table.columns) == list(GRADIENT_COLUMNS)

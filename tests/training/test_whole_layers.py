@@ -16,7 +16,7 @@ from tests.training.small_models import SAMPLE, optimizer_of, small_model, updat
 
 
 def watched(model: PretrainedLM) -> GradientControl:
-    whole = WholeLayers(model.decoder, linearized=False)
+    whole = WholeLayers(model.decoder)
     return GradientControl(model.decoder, recorder=GradientRecorder(model.decoder), whole_layers=whole)
 
 
@@ -78,13 +78,14 @@ def demo_prompts() -> tuple[fi.Model, fi.Prompts]:
     return model, fi.build_prompts(model, "demo_sentiment", k=3, limit=1)
 
 
-def test_what_cannot_be_seen_is_refused(demo_prompts: tuple[fi.Model, fi.Prompts]):
+def test_a_linearized_model_has_none(demo_prompts: tuple[fi.Model, fi.Prompts]):
     model, prompts = demo_prompts
-    with (
-        pytest.raises(UserError, match="gradient_norms=all: the linearized model"),
-        fi.fine_tuned(model, prompts, "linearized", lr=0.1, gradient_norms="all"),
-    ):
-        pass
+    with fi.fine_tuned(model, prompts, "linearized", lr=0.1, gradient_norms="all") as tuned:
+        assert tuned.gradients is not None
+        assert whole_layer_matrix(tuned.gradients) is None
+
+
+def test_several_batches_an_update_are_refused():
     small = small_model("fairseq")
     with (
         pytest.raises(UserError, match="leave --update-freq at 1"),
