@@ -25,6 +25,11 @@ def drawings(charts: Iterable[Chart]) -> Iterator[Drawing]:
                 {"lines": _lines, "bars": _bars, "heat": _heat}[chart.kind](ax, chart, panel, figure)
                 ax.set_xlabel(chart.x)
                 ax.set_ylabel(chart.y)
+            if (
+                chart.kind == "heat"
+                and len({panel.grid.shape for panel in chart.panels if panel.grid is not None}) == 1
+            ):
+                _name_layers_once(axes)
             legend_below(figure, axes)
         yield Drawing(chart.name, chart.title, chart.caption, figure)
 
@@ -90,7 +95,18 @@ def _heat(ax: Axes, chart: Chart, panel: Panel, figure: Figure) -> None:
     for axis, count in ((ax.yaxis, len(shown)), (ax.xaxis, shown.shape[1])):
         axis.set_ticks(range(0, count, max(1, -(-count // (MOST_TICKS - 1)))))
     ax.grid(False)
-    figure.colorbar(image, ax=ax, label=f"log10 of the {chart.colour}" if panel.logarithmic else chart.colour)
+    # Most of a figure's time goes into the text of ticks: few on the bars, none twice.
+    label = f"log10 of the {chart.colour}" if panel.logarithmic else chart.colour
+    figure.colorbar(image, ax=ax, label=label, ticks=MaxNLocator(4)).minorticks_off()
+
+
+def _name_layers_once(axes: list[Axes]) -> None:
+    """Leave the vertical axis its numbers in the first column alone, where all panels have the same."""
+    for ax in axes:
+        place = ax.get_subplotspec()
+        if place is not None and not place.is_first_col():
+            ax.set_ylabel("")
+            ax.tick_params(labelleft=False)
 
 
 def _arrays(series: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
