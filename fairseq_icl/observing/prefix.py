@@ -147,9 +147,11 @@ def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of (B, H, T, D) to (B, H, K, D), and logsumexp of its scores, (B, H, T).
 
-    On a processor by PyTorch's fused kernel, which has this logarithm; its public function keeps it to itself.
+    On a processor by PyTorch's fused kernel, which has this logarithm; its public function keeps it to itself. Where
+    gradients are wanted by the formula: the kernel has none of the logarithm.
     """
-    if query.device.type != "cpu":
+    learns = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    if learns or query.device.type != "cpu":
         return attention_by_formula(query, key, value, causal=causal)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     attended, total = fused(query, key, value, 0.0, causal, scale=1.0)

@@ -8,6 +8,7 @@ from fairseq_icl.observing import prefix as prefix_module
 from fairseq_icl.observing.prefix import (
     attention_by_formula,
     features_on_prefix,
+    joint_softmax,
     run_prefix,
     softmax_attention,
     supports_prefix,
@@ -97,6 +98,20 @@ def test_attention_by_formula_is_the_fused_one(dtype: torch.dtype, causal: bool)
     fused = softmax_attention(query, key, value, causal=causal)
     for mine, theirs in zip(attention_by_formula(query, key, value, causal=causal), fused, strict=True):
         torch.testing.assert_close(mine, theirs, **rough)
+
+
+def test_gradients_pass_through_both_parts() -> None:
+    draw = torch.Generator().manual_seed(2)
+    query, key, value = torch.randn(3, 2, 4, 5, 8, generator=draw, dtype=torch.double).requires_grad_().unbind()
+    keys, values = torch.randn(2, 4, 6, 8, generator=draw, dtype=torch.double)
+    both = [torch.cat([old.expand(2, -1, -1, -1), new], dim=2) for old, new in ((keys, key), (values, value))]
+    mask = torch.ones(5, 11, dtype=torch.bool).tril(6)
+    plain = torch.nn.functional.scaled_dot_product_attention(query, *both, attn_mask=mask, scale=1.0)
+    weights = torch.randn(plain.shape, generator=draw, dtype=torch.double)
+    found = joint_softmax(query, key, value, keys, values)
+    torch.testing.assert_close(found, plain)
+    expected = torch.autograd.grad((plain * weights).sum(), (query, key, value))
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), (query, key, value)), expected)
 
 
 @pytest.mark.parametrize("kind", ["fairseq", "rotary"])
