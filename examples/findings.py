@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from fairseq_icl.files import write_atomically
+from examples.momentum_attention.tables import MARKS
+from fairseq_icl.files import with_part, write_atomically
 from fairseq_icl.replication.report.run import load_run
 
-MARKS = ("<!-- tables -->", "<!-- end of tables -->")
 DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
 FIGURES = ("over_tasks", "layers_sim_aou_norm", "partition")
 ANSWERS = {
@@ -49,9 +49,8 @@ def main() -> None:
     report = arguments.runs[0] / "report"
     parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(summary)]
     parts += [verdicts(report / "verdicts.csv"), *figures(report / "figures", arguments.page)]
-    before, _, rest = arguments.page.read_text("utf-8").partition(MARKS[0])
     text = "\n\n".join(part for part in parts if part)
-    write_atomically(arguments.page, f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
 
 
 def answers(summary: pd.DataFrame) -> str:

@@ -256,8 +256,6 @@ def resume_tasks() -> None:
 
     Only tasks that say so (`resumes`) get theirs: others were not written for it.
     """
-    from fairseq.trainer import Trainer
-
     load = Trainer.load_checkpoint
 
     def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:

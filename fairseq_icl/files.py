@@ -118,6 +118,12 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def with_part(page: str, start: str, end: str, part: str) -> str:
+    """The text of a page with `part` in place of what stands from `start` to `end`; added where there is none yet."""
+    before, _, rest = page.partition(start)
+    return f"{before}{start}\n{part}\n{end}{rest.partition(end)[2]}"
+
+
 def sha256_of(path: str | Path) -> str:
     """Hash of a file: what a fine-tuned checkpoint and a result remember of what they came from."""
     with open(path, "rb") as file:

@@ -15,7 +15,7 @@ from examples.demo_model import DEMO_DATASETS
 from examples.demo_model.train import read_log
 from examples.momentum_attention.measuring import COMPARED, DEMONSTRATIONS, LENGTHS, MOMENTUM, MU
 from examples.momentum_attention.training import ETAS, Run
-from fairseq_icl.files import PACKAGE, write_atomically
+from fairseq_icl.files import PACKAGE, with_part, write_atomically
 
 Measured = Mapping[Run, dict[str, Any]]
 Number = Callable[[dict[str, Any]], float]
@@ -34,8 +34,7 @@ def write_tables(measured: Measured, folder: Path, page: Path | None = None) -> 
     write_atomically(folder / "tables.md", tables)
     draw_curves(logs, folder / "curves.png")
     if page is not None:
-        before, _, rest = page.read_text("utf-8").partition(MARKS[0])
-        write_atomically(page, f"{before}{MARKS[0]}\n\n{tables}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        write_atomically(page, with_part(page.read_text("utf-8"), *MARKS, f"\n{tables}"))
         shutil.copy(folder / "curves.png", page.with_suffix(".png"))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fairseq_icl.files import with_part
 from fairseq_icl.results import text_table
 
 MEBI = 2**20
@@ -138,9 +139,7 @@ class BenchFindings:
         page = folder / PAGE
         before = page.read_text() if page.is_file() else PREAMBLE
         start, end = f"<!-- {self.shape} -->\n", f"<!-- end of {self.shape} -->\n"
-        head, _, rest = before.partition(start)
-        part = f"{start}\n{self.markdown(command)}\n{end}"
-        page.write_text(head + part + rest.partition(end)[2])
+        page.write_text(with_part(before, start, end, self.markdown(command)))
         if self.points:
             plot(self.points, folder / f"benchmark_{self.shape}.png")
 

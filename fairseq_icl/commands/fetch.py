@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.fetching import split_name
 from fairseq_icl.fetching.data import fetch_dataset, paper_datasets, places
 from fairseq_icl.prompts.catalogue import dataset_names, load_spec
 from fairseq_icl.results import text_table
@@ -68,7 +69,7 @@ def fetch_data(arguments: argparse.Namespace) -> int:
 def fetch_model(arguments: argparse.Namespace) -> int:
     """Bring a model and have the doctor look at it, whose exit code is the command's."""
     from fairseq_icl.commands import doctor  # slow to import
-    from fairseq_icl.fetching.models import fetch_archive, fetch_hub_model, split_name
+    from fairseq_icl.fetching.models import fetch_archive, fetch_hub_model
     from fairseq_icl.replication.configuration import FOLDER, MODEL_FILE, compose_configuration, friendly
 
     name: str = arguments.name

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import reason_of, remedy_for, sync
+from fairseq_icl.files import reason_of, remedy_for, sha256_of, sync
 
 BLOCK = 1 << 20
 ATTEMPTS = 5
@@ -76,10 +76,10 @@ def download(
 
 def checksum_of(path: Path, like: str = "") -> str:
     """sha256 of a file; or git's hash, with its mark, where `like` is one."""
+    if not like.startswith(GIT):
+        return sha256_of(path)
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as file:
-        if not like.startswith(GIT):
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
         while block := file.read(BLOCK):
             digest.update(block)
     return GIT + digest.hexdigest()

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.fetching import HUB
+from fairseq_icl.fetching import split_name
 from fairseq_icl.fetching.archive import CHECKPOINT, unpack_model
 from fairseq_icl.fetching.download import checksum_of, download
 from fairseq_icl.fetching.hub import address, cached_folder, fetch_to_cache, open_repository
@@ -32,12 +32,6 @@ def needed_files(name: str, files: Iterable[str]) -> list[str]:
             shards = sorted(file for file in there if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", file))
             return [CONFIG, *tokenizer, index, *shards]
     raise UserError(f"{name}: no {' or '.join(WEIGHT_FILES)} in it, nor their shards; its weights cannot be read here")
-
-
-def split_name(name: str) -> tuple[str, str | None]:
-    """(repository, revision) of `hub:OWNER/NAME@REVISION`."""
-    repository, _, revision = name.removeprefix(HUB).partition("@")
-    return repository, revision or None
 
 
 def fetch_hub_model(name: str, folder: Path, *, quiet: bool = False) -> str:

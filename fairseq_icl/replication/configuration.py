@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.fetching import HUB
+from fairseq_icl.fetching import HUB, split_name
 from fairseq_icl.files import PACKAGE, read_yaml
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
 
@@ -241,7 +241,7 @@ def check(values: dict[str, Any]) -> None:
 def _name_of(path: str) -> str:
     """What a model without a name is called: its folder's name, or that of its repository on the hub."""
     if path.startswith(HUB):
-        return path.removeprefix(HUB).partition("@")[0].rpartition("/")[2]
+        return split_name(path)[0].rpartition("/")[2]
     place = Path(path).resolve()
     return (place if place.is_dir() else place.parent).name
 

@@ -12,14 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
-try:
-    import torchaudio  # noqa: F401
-except (ImportError, OSError):
-    # transformers imports it where it finds it, and fails where it is there but broken; no model here needs it.
-    import transformers.utils
+from fairseq_icl.models.reference import import_transformers
 
-    transformers.utils.is_torchaudio_available = lambda: False
+pytest.importorskip("transformers")
+transformers = import_transformers()
 
 ROWS = 300
 TEXT = ["the film is great", "the film is bad", "a great story told with care", "bad acting, bad plot", "the end"] * 3
