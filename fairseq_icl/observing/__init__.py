@@ -16,12 +16,22 @@ from tqdm import tqdm
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
+from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.observing.depth import inner_features, scores_by_depth
+from fairseq_icl.observing.last_layer import last_feed_forward_at
 from fairseq_icl.observing.layout import Layout, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Observation, concatenate
-from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
-from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord
+from fairseq_icl.observing.prefix import (
+    Prefix,
+    extend_prefix,
+    features_on_prefix,
+    positions_from,
+    run_prefix,
+    supports_prefix,
+)
+from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord, attention_modules
+from fairseq_icl.prompts import Tokens
 from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
@@ -42,7 +52,8 @@ def observe(
     **Arguments**
     - `model`: of `load_model`, or the fine-tuned one of `fine_tuned`.
     - `prompts`: of `build_prompts`; `prompts.settings.position` says which token's activations are recorded.
-    - `in_context`: after the demonstrations (ICL), which run once for all queries; otherwise after BOS alone.
+    - `in_context`: after the demonstrations (ICL); otherwise after BOS alone. Either runs once for all queries, as do
+      the tokens that all queries begin with.
     - `progress`: show a progress bar.
     - `limit`: only the first so many queries.
 
@@ -64,7 +75,7 @@ def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool =
 
 
 class Observer:
-    """Observes queries of one set of prompts in one setting; what they share, the prefix, is computed once.
+    """Observes queries of one set of prompts in one setting; what they share, the stem, is computed once.
 
     Keep it only as long as the model's weights do not change.
     """
@@ -80,7 +91,7 @@ class Observer:
         by_depth: bool = True,
         prefix: Prefix | None = None,
     ) -> None:
-        """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: do not use a prefix.
+        """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: share nothing.
 
         `by_depth`: also score the options after every layer. `prefix`: the context's keys and values, if they are there
         already.
@@ -89,8 +100,9 @@ class Observer:
         self.context = prompts.context if in_context else prompts.start
         self.context_row = in_context if context_row is None else context_row
         self.in_context, self.by_depth = in_context, by_depth
-        self._in_context = in_context and not whole_prompt
-        self._prefix = prefix
+        self._shares = not whole_prompt
+        self._given = prefix
+        self._stem: Prefix | None = None
         self._prior: Tensor | None = None
 
     @property
@@ -105,20 +117,37 @@ class Observer:
         return self._prior
 
     @property
-    def prefix(self) -> Prefix | None:
-        """Keys and values of the demonstrations; None in zero-shot, or if this model's attention cannot run on one."""
-        if self._prefix is None and self._in_context:
-            decoder = self.model.lm.decoder
+    def opening(self) -> Tokens:
+        """The tokens that all queries begin with, if they can run once."""
+        # The momentum behind the context itself is wanted too where there is any, and only the last one is kept.
+        return () if rule_of(attention_modules(self.model.lm.decoder)[0]).momentum else self.prompts.opening
+
+    @property
+    def stem(self) -> Prefix | None:
+        """Keys and values of the context and the opening; None if this model's attention cannot run on them."""
+        if self._stem is None and self._shares:
+            decoder, given = self.model.lm.decoder, self._given
             # A prefix kept from an earlier pass would have no tangents in the linearized model.
             deltas = self.model.weights
             at_base = deltas is not None and not any(bool(delta.any()) for delta in deltas.values())
             moved = isinstance(self.model.lm, LinearizedLM) and not at_base
             if moved or not supports_prefix(decoder):
-                self._in_context = False
+                self._shares = False
             else:
                 with torch.no_grad():
-                    self._prefix = self.model.evaluate(lambda: run_prefix(decoder, self.context))
-        return self._prefix
+                    self._stem = self.model.evaluate(
+                        lambda: (
+                            run_prefix(decoder, (*self.context, *self.opening))
+                            if given is None
+                            else extend_prefix(decoder, given, self.opening)
+                        )
+                    )
+        return self._stem
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """Keys and values of the context alone."""
+        return None if self.stem is None else self.stem.first(len(self.context))
 
     def __call__(self, queries: Sequence[Query]) -> Observation:
         """What the model shows on one batch of queries."""
@@ -130,10 +159,12 @@ class Observer:
         """The same without the prior."""
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
-        if self.prefix is None:
+        if self.stem is None:
             run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth)
         else:
-            run = _on_prefix(decoder, layout, self.prefix, self.context_row, self.by_depth)
+            run = _on_stem(
+                decoder, layout.after(self.opening), self.stem, self.context, self.context_row, self.by_depth
+            )
         was_training = model.lm.training
         model.lm.eval()
         logits, record, context_scores, inner = model.evaluate(run)
@@ -199,12 +230,12 @@ def _whole_prompt(
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
     start = len(context)
+    rows = (layout.logit_sequence, layout.logit_position + start)
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position + start)
-        with probe, positions_from(decoder, 0):
+        with probe, positions_from(decoder, 0), last_feed_forward_at(decoder, *rows):
             features, extra = decoder.extract_features(tokens, None)
-        rows = (layout.logit_sequence, layout.logit_position + start)
         logits = decoder.output_layer(features[rows])
         inner = inner_features(decoder, extra["inner_states"], *rows) if by_depth else None
         record = probe.record()
@@ -214,19 +245,24 @@ def _whole_prompt(
     return run
 
 
-def _on_prefix(decoder: Any, layout: Layout, prefix: Prefix, context_row: bool, by_depth: bool) -> Callable[[], Seen]:
-    """The shared-prefix pass: only the tokens after the context."""
+def _on_stem(
+    decoder: Any, layout: Layout, stem: Prefix, context: Tokens, context_row: bool, by_depth: bool
+) -> Callable[[], Seen]:
+    """The pass on what the queries share: only the tokens after the stem, of which `layout` is."""
     tokens = layout.tokens().to(next(decoder.parameters()).device)
+    rows = (layout.logit_sequence, layout.logit_position)
+    start = len(context)
 
     def run() -> Seen:
-        probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position, start=prefix.length)
-        with probe:
-            features, states = features_on_prefix(decoder, tokens, prefix)
-        rows = (layout.logit_sequence, layout.logit_position)
+        probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position, start=stem.length)
+        with probe, last_feed_forward_at(decoder, *rows):
+            features, states = features_on_prefix(decoder, tokens, stem)
         logits = decoder.output_layer(features[rows])
         inner = inner_features(decoder, states, *rows) if by_depth else None
         record = probe.record()
-        return logits, record, prefix.scores(record.query) if context_row else None, inner
+        opening = stem.scores_by_head(record.query, start)
+        own = record._replace(scores=torch.cat([opening, record.scores], dim=3))
+        return logits, own, stem.first(start).scores(record.query) if context_row else None, inner
 
     return run
 

@@ -37,12 +37,29 @@ class Prefix:
     momenta: tuple[Tensor | None, ...]
     """Per layer (H, 1, D): the momentum that the first token behind the context gets; None without momentum."""
 
+    def first(self, length: int) -> "Prefix":
+        """The first `length` tokens of the context, as views."""
+        if length == self.length:
+            return self
+        if any(momentum is not None for momentum in self.momenta):
+            raise ValueError("the momentum behind an earlier token is not kept")
+        keys, values = (tuple(layer[:, :length] for layer in part) for part in (self.keys, self.values))
+        return Prefix(length, keys, values, self.momenta)
+
     def scores(self, query: Tensor) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context, summed over the heads: (n, L, P)."""
         layers = []
         for layer, vectors in enumerate(query.unbind(1)):
             keys = self.keys[layer].transpose(0, 1).flatten(1)  # (P, d), heads concatenated
             layers.append(vectors @ keys.T)
+        return torch.stack(layers, dim=1)
+
+    def scores_by_head(self, query: Tensor, start: int) -> Tensor:
+        """Scores of n query vectors (n, L, d) over the context from token `start` on: (n, L, H, P - start)."""
+        layers = []
+        for keys, vectors in zip(self.keys, query.unbind(1), strict=True):
+            heads = vectors.unflatten(1, (keys.size(0), keys.size(2)))  # (n, H, D)
+            layers.append(torch.einsum("nhd,hpd->nhp", heads, keys[:, start:]))
         return torch.stack(layers, dim=1)
 
 

@@ -95,6 +95,16 @@ class Prompts:
         """Whether every query can be scored at a single position."""
         return all(query.single_token for query in self.queries)
 
+    @cached_property
+    def opening(self) -> Tokens:
+        """What the inputs of all queries begin with, such as the template's instruction; a token of each is left."""
+        inputs = [tokens for query in (*self.queries, *self.content_free) for tokens in query.inputs]
+        if not inputs:
+            return ()
+        first, last = min(inputs), max(inputs)  # in this order: what these two begin with, all begin with
+        room = min(map(len, inputs)) - 1
+        return first[: next((place for place in range(room) if first[place] != last[place]), room)]
+
 
 def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, settings: Settings) -> Prompts:
     """The prompts of one run, a function of its arguments and the data files alone.
