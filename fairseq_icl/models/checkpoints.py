@@ -39,9 +39,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the checkpoint is empty; download or copy it again")
     try:
-        # Checkpoints older than torch 1.6 are not zip files and cannot be mapped.
         with checkpoint_classes_allowed():
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path}: refused: it is not a plain checkpoint (corrupt, or it asks to run code of its own); "
@@ -62,6 +61,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise UserError(f"{path}: {name[:80]} claims more values than the file holds; use the original file")
     return state
+
+
+def is_mapped(path: str | Path) -> bool:
+    """Whether tensors of a checkpoint stay on disk until they are used: those older than torch 1.6 are no zip files."""
+    return zipfile.is_zipfile(path)
 
 
 def _offender(error: Exception) -> str:

@@ -18,7 +18,7 @@ from fairseq_icl.compat import without_initialisation
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.attention import Rule, rule_of, set_rule
 from fairseq_icl.models.attention_lm import trained_rule
-from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint, saved_model_options
+from fairseq_icl.models.checkpoints import is_mapped, language_model_config, read_checkpoint, saved_model_options
 from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face import weights as folder_weights
 from fairseq_icl.models.perturbation import perturb
@@ -35,6 +35,8 @@ LINEARIZED_MARK = "linearized"
 """Key in a checkpoint's model state which says that its tensors are deltas, not weights."""
 FINAL_NORM_VERSION = 3
 """fairseq's marker for decoders with a final layer norm; without it fairseq removes that norm while loading."""
+MAPPED_BYTES = 2**28
+"""How much of a checkpoint may be in memory beside the model while it is loaded."""
 
 
 @dataclass
@@ -182,7 +184,8 @@ def load_decoder(
     if init == "pretrained":
         with without_initialisation():
             decoder = _build(config, dictionary, rule)
-        _load_all(decoder, weights, path)
+        del state, weights  # the file's mapping with all its pages in memory; see _load_all
+        _load_all(decoder, path)
         return decoder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -242,15 +245,13 @@ def check_vocabulary(weights: dict[str, Tensor], dictionary: Dictionary, path: s
         )
 
 
-def _load_all(decoder: TransformerDecoder, weights: dict[str, Tensor], path: str | Path) -> None:
-    """Copy every weight, tensor by tensor (the source may be fp16 and memory-mapped), and insist on completeness."""
-    prefixed = {f"decoder.{name}": tensor for name, tensor in weights.items()}
-    if "decoder.layer_norm.weight" in prefixed:
-        # Files written without the marker would lose their final layer norm to fairseq's upgrade of old formats.
-        prefixed.setdefault("decoder.version", torch.tensor([float(FINAL_NORM_VERSION)]))
-    decoder.upgrade_state_dict_named(prefixed, "decoder")
-    target = decoder.state_dict(keep_vars=True)
-    source = {name.removeprefix("decoder."): tensor for name, tensor in prefixed.items()}
+def _load_all(decoder: TransformerDecoder, path: str | Path) -> None:
+    """Copy every weight and insist on completeness.
+
+    The pages of a mapped file count as memory once they were read, until the mapping is let go: so the file is mapped
+    anew after every few tensors, and a model in fp16 needs its size in fp32 and no half of it more.
+    """
+    target, source = decoder.state_dict(keep_vars=True), _renamed_weights(decoder, path)
     own = {name for name in target if not name.endswith("_float_tensor")}
     missing, unexpected = sorted(own - set(source)), sorted(set(source) - set(target) - {"version"})
     unexpected = [name for name in unexpected if not name.endswith(("_float_tensor", "embed_positions.weights"))]
@@ -261,8 +262,23 @@ def _load_all(decoder: TransformerDecoder, weights: dict[str, Tensor], path: str
             + (f"; missing: {missing[0]} and {len(missing) - 1} more" if missing else "")
             + (f"; unknown: {unexpected[0]} and {len(unexpected) - 1} more" if unexpected else "")
         )
-    for name in own - {"version"}:
+    read = 0
+    for name in sorted(own - {"version"}):
         _copy(target[name], source[name], name, path)
+        read += source[name].nbytes
+        if read > MAPPED_BYTES and is_mapped(path):
+            read, source = 0, _renamed_weights(decoder, path)
+
+
+def _renamed_weights(decoder: TransformerDecoder, path: str | Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint under the decoder's own names."""
+    saved = read_checkpoint(path)["model"]
+    weights = {f"decoder.{name.removeprefix('decoder.')}": tensor for name, tensor in saved.items()}
+    if "decoder.layer_norm.weight" in weights:
+        # Files written without the marker would lose their final layer norm to fairseq's upgrade of old formats.
+        weights.setdefault("decoder.version", torch.tensor([float(FINAL_NORM_VERSION)]))
+    decoder.upgrade_state_dict_named(weights, "decoder")
+    return {name.removeprefix("decoder."): tensor for name, tensor in weights.items()}
 
 
 def _load_some(decoder: TransformerDecoder, weights: dict[str, Tensor], parts: tuple[str, ...], path: Any) -> None:

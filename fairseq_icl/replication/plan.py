@@ -67,7 +67,11 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     papers = {*PAPERS, *(paper for spec in specs.values() for paper in spec.papers)}
     if config["paper"] not in papers:
         raise UserError(f"paper={config['paper']}: unknown paper; {nearest(config['paper'], papers)}")
-    return cells
+    by_model: dict[Settings, list[Cell]] = {}
+    for cell in cells:
+        by_model.setdefault(cell.model_key(), []).append(cell)
+    # Those of one model follow each other: a seed's random weights are drawn once, not once for every dataset.
+    return [cell for group in by_model.values() for cell in group]
 
 
 def _source(name: str, data: str) -> str:

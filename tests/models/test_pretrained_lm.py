@@ -1,5 +1,7 @@
 """Architecture and weights come from the checkpoint; what learns is remembered and can be taken back."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from fairseq.data import Dictionary
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import read_checkpoint
-from fairseq_icl.models.files import load_dictionary
+from fairseq_icl.models.files import load_dictionary, save_random_model
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM, call_with_weights, load_decoder
 from tests.world import World, make_world, save_model
 
@@ -202,3 +204,31 @@ def test_missing_weights_are_named(world: World, dictionary: Dictionary, tmp_pat
     torch.save(state, tmp_path / "missing.pt")
     with pytest.raises(UserError, match=r"missing: layers\.2\.fc2\.bias and 1 more"):
         load_decoder(tmp_path / "missing.pt", dictionary)
+
+
+MEASURE = """
+import resource, sys
+import torch
+from fairseq_icl.models import pretrained_lm
+from fairseq_icl.models.files import load_dictionary
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+dictionary = load_dictionary(sys.argv[2])
+pretrained_lm.MAPPED_BYTES = 2**23
+before = peak()
+sizes = [4 * p.numel() for p in pretrained_lm.load_decoder(sys.argv[1], dictionary).parameters()]
+print(peak() - before, sum(sizes), max(sizes))
+"""
+
+
+def test_loading_half_precision_takes_little_more_than_the_weights(world: World, tmp_path: Path):
+    shape = {"layers": 16, "width": 512, "heads": 8, "ffn": 2048, "vocabulary": 100}
+    save_random_model(tmp_path / "model.pt", load_dictionary(world.dictionary), shape)
+    assert {t.dtype for t in read_checkpoint(tmp_path / "model.pt")["model"].values() if t.dim() == 2} == {torch.half}
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model.pt"), str(world.dictionary)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    grown, weights, largest = map(int, done.stdout.split())
+    assert weights > 190 * 2**20
+    assert grown < 1.1 * weights + largest + 8 * 2**20 + 20 * 2**20  # what stays mapped, and what Python itself takes

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_deutch2024_has_the_papers_runs():
     }
     assert not [c for c in cells if c.init != "pretrained" and c.dataset == "agnews"]
     assert all(c.settings.num_demonstrations == 32 for c in cells)
+
+
+def test_cells_of_one_model_follow_each_other():
+    cells = plan("experiment=deutch2024", "dataset=[sst2,sst5,cb]", "seed=3,4", "permutation=0")
+    models = [cell.model_key() for cell in cells]
+    changes = sum(one != other for one, other in pairwise(models))
+    assert changes + 1 == len(set(models)) == 1 + 2 * 2  # the trained one; two random ones a seed
+    assert [c.dataset for c in cells if c.init == "layer-norms" and c.seed == 4] == ["sst2", "sst5", "cb"]
 
 
 def test_dai2023_has_the_papers_settings_for_each_size():
