@@ -3,7 +3,8 @@
     python -m examples.findings --runs DEUTCH LINEARIZED AUDIT --page docs/findings.md
 
 writes what is in the folders between the marks of the page; what is not there yet is left out. Means and standard
-deviations are over seeds. The verdicts and figures are those that `fairseq-icl report DEUTCH` wrote.
+deviations are over seeds. The verdicts and figures are those that `fairseq-icl report DEUTCH` wrote. The numbers of
+every cell stand beside the page (docs/findings.csv); cells that are there and not in the folders are kept.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import pandas as pd
 
 from examples.momentum_attention.tables import MARKS
 from fairseq_icl.files import with_part, write_atomically
-from fairseq_icl.replication.report.run import load_run
+from fairseq_icl.replication.report.run import IDENTITY, load_run
 
+COLUMNS = [*IDENTITY, "seed", "permutation", "metric", "value", "key"]
 DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
 FIGURES = ("over_tasks", "layers_sim_aou_norm", "partition")
 ANSWERS = {
@@ -45,12 +47,31 @@ def main() -> None:
     )
     parser.add_argument("--page", type=Path, required=True)
     arguments = parser.parse_args()
-    summary = pd.concat([load_run(run).summary for run in arguments.runs], ignore_index=True)
+    values = with_earlier(cell_values(arguments.runs), arguments.page.with_suffix(".csv"))
+    summary = values.groupby([*IDENTITY, "metric"], sort=False)["value"].agg(mean="mean", sd="std", runs="size")
+    summary = summary.reset_index()
     report = arguments.runs[0] / "report"
     parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(summary)]
     parts += [verdicts(report / "verdicts.csv"), *figures(report / "figures", arguments.page)]
     text = "\n\n".join(part for part in parts if part)
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
+
+
+def cell_values(runs: Sequence[Path]) -> pd.DataFrame:
+    """The page's metrics of all finished cells, means over layers and examples: one row a cell and metric."""
+    metrics = {f"{metric}_{setting}" for metric in ANSWERS for setting in ("zsl", "icl", "ft")}
+    metrics |= {*SIMILARITIES, "alpha"}
+    values = pd.concat([load_run(run).values for run in runs], ignore_index=True)
+    return values[values["layer"].isna() & values["metric"].isin(metrics)][COLUMNS].round({"value": 6})
+
+
+def with_earlier(values: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """The values, and those that `path` has of other cells; all of them are there afterwards."""
+    if path.is_file():
+        values = pd.concat([pd.read_csv(path, keep_default_na=False), values], ignore_index=True)
+    values = values.drop_duplicates(COLUMNS[:-2], keep="last").sort_values(COLUMNS[:-2], ignore_index=True)
+    write_atomically(path, values.to_csv(index=False, lineterminator="\n"))
+    return values
 
 
 def answers(summary: pd.DataFrame) -> str:
@@ -77,6 +98,7 @@ def similarities(summary: pd.DataFrame) -> str:
         for metric, name in SIMILARITIES.items()
         for method in ("gd", "lcgd")
     ]
+    lines.append(("alpha: SimAM_delta between gd and lcgd", *row(plain, "alpha", "alpha")))
     return table("### ICL against fine-tuning", lines)
 
 
