@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from fairseq_icl.bench import authors
 from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit
 from fairseq_icl.bench.shapes import SHAPES, Shape, demonstration, model_of, random_prompts, weight_bytes
 from fairseq_icl.models import Model
+from fairseq_icl.operations import like_feed_forward
 
 GEMM_FLOPS = 2e11
 """Operations spent on measuring the rate of matrix products: a few seconds."""
@@ -63,22 +63,11 @@ def clock() -> float:
 
 @torch.no_grad()
 def gemm_rate(shape: Shape, rows: int) -> float:
-    """Floating-point operations per second of bare fp32 matrix products: `rows` tokens through a feed-forward block.
-
-    Several pairs of matrices take turns, so that, as in a model, weights come from memory and not from the cache. A
-    pair is over in milliseconds, so that among many rounds some are not interrupted.
-    """
-    pairs = [(torch.randn(shape.ffn, shape.width), torch.randn(shape.width, shape.ffn)) for _ in range(4)]
-    inputs = torch.randn(rows, shape.width)
-    inner, outer = torch.empty(rows, shape.ffn), torch.empty(rows, shape.width)
-
-    def multiply(up: torch.Tensor, down: torch.Tensor) -> None:
-        torch.mm(inputs, up.T, out=inner)
-        torch.mm(inner, down.T, out=outer)
-
-    flops = len(pairs) * 2 * (2 * rows * shape.width * shape.ffn)
-    rounds = int(min(50, max(4, GEMM_FLOPS / flops)))
-    return flops / sum(interleave({str(i): partial(multiply, *pair) for i, pair in enumerate(pairs)}, rounds).values())
+    """Floating-point operations per second of bare fp32 matrix products: `rows` tokens through a feed-forward block."""
+    flops, products = like_feed_forward(shape.decoder, rows, torch.empty(0))
+    rounds = int(min(50, max(4, GEMM_FLOPS / flops / len(products))))
+    best = interleave({str(number): product for number, product in enumerate(products)}, rounds)
+    return flops * len(products) / sum(best.values())
 
 
 @dataclass(frozen=True)

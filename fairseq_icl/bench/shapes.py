@@ -19,6 +19,7 @@ from fairseq_icl.files import PACKAGE, read_yaml
 from fairseq_icl.models import Model
 from fairseq_icl.models.files import ModelFiles, find_files, random_model, random_model_options
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.operations import DecoderSizes, operations
 from fairseq_icl.prompts import BOS, EOS
 from fairseq_icl.prompts.build import FinetuningSequence, Prompts, Query
 from fairseq_icl.prompts.catalogue import load_spec
@@ -47,25 +48,19 @@ class Shape:
         return {name: size for name, size in asdict(self).items() if name != "name"}
 
     @property
-    def layer_parameters(self) -> int:
-        """Weights of one layer that multiply activations: four attention projections and the feed-forward's two."""
-        return 4 * self.width**2 + 2 * self.width * self.ffn
+    def decoder(self) -> DecoderSizes:
+        """The same for counting operations."""
+        return DecoderSizes.of(**self.sizes())
 
     def scoring_flops(self, rows: int, context: int, logit_rows: int) -> float:
         """Operations of `rows` query tokens after `context` others, `logit_rows` of which reach the vocabulary."""
-        linear = 2 * rows * self.layer_parameters * self.layers
-        attention = 4 * rows * context * self.width * self.layers
-        return float(linear + attention + 2 * logit_rows * self.vocabulary * self.width)
+        return operations(self.decoder.forward(rows, rows * context) + self.decoder.unembedding(logit_rows))
 
     def training_flops(self, rows: int, method: str) -> float:
         """Operations our way needs for a step on `rows` tokens: forward, backward to inputs, gradients of k and v."""
-        forward = 2 * rows * self.layer_parameters * self.layers
-        k_and_v = 2 * rows * 2 * self.width**2 * self.layers
-        head = 2 * 2 * rows * self.vocabulary * self.width  # logits, and their gradient back to the features
-        if method == "lcgd":
-            return float(2 * forward + k_and_v + self.layers * head)
-        tangents = 2 * forward + head if method == "linearized" else 0  # a forward pass of values and tangents
-        return float(2 * forward + k_and_v + head + tangents)
+        losses = rows * (self.layers if method == "lcgd" else 1)
+        sizes, linearized = self.decoder, method == "linearized"
+        return operations(sizes.training(rows, losses, sizes.learning(), linearized=linearized))
 
 
 def _published(name: str) -> Shape:

@@ -54,7 +54,8 @@ MEMORY_LIMIT = 9.0
 LAUNCHER = """
 import os, resource, sys
 status = os.spawnv(os.P_WAIT, sys.argv[1], sys.argv[1:])
-print("\\n", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, sep="")
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print("\\n", used.ru_maxrss, " ", used.ru_utime + used.ru_stime, sep="")
 sys.exit(status)
 """
 """Linux counts the memory of whoever starts a process as the new one's: a small program must start what is measured."""
@@ -186,6 +187,7 @@ class CommandRun:
     """How a command went."""
 
     seconds: float
+    """By the clock of the benchmark: processor time with a single thread, otherwise the wall clock's."""
     peak_bytes: int
     output: str
 
@@ -250,8 +252,10 @@ def run_command(words: list[str]) -> CommandRun:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"fairseq-icl {' '.join(words)} ended with exit code {done.returncode}")
-    output, peak = done.stdout.rstrip("\n").rsplit("\n", 1)
-    return CommandRun(time.perf_counter() - start, int(peak) * 1024, output)
+    output, used = done.stdout.rstrip("\n").rsplit("\n", 1)
+    peak, processor = used.split()
+    taken = float(processor) if torch.get_num_threads() == 1 else time.perf_counter() - start
+    return CommandRun(taken, int(peak) * 1024, output)
 
 
 def estimated_seconds(plan: str) -> float:

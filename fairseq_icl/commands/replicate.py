@@ -157,13 +157,15 @@ def run_configuration(config: dict[str, Any], words: Sequence[str] = ()) -> None
 
 def _described(config: dict[str, Any], cells: list[Cell], data: Path, words: Sequence[str]) -> str:
     """What --dry-run prints."""
-    from fairseq_icl.replication.cost import describe  # measures the machine: only when asked for
+    from fairseq_icl.replication.cost import describe, unfinished  # measures the machine: only when asked for
 
-    if config["launcher"] != "slurm":
+    todo = unfinished(config, cells, data)
+    if config["launcher"] != "slurm" or not todo:
         return describe(config, cells, data)
-    from fairseq_icl.replication.slurm import job_script, request
+    from fairseq_icl.replication.slurm import estimate_jobs, job_script, request
 
-    return describe(config, cells, data) + "\n\n" + job_script(config, request(config, cells, data), words)
+    cost = estimate_jobs(config, todo, data)
+    return describe(config, cells, data, cost) + "\n\n" + job_script(config, request(config, todo, data, cost), words)
 
 
 def with_fetched(config: dict[str, Any]) -> dict[str, Any]:

@@ -81,13 +81,16 @@ class ModelFiles:
             return self.hugging_face.writing
         dictionary = self.load_dictionary()
         bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
-        state = read_checkpoint(self.checkpoint)
+        positions = POSITIONS  # of random weights that are not made yet
+        if self.checkpoint.exists():
+            found = language_model_config(read_checkpoint(self.checkpoint), self.checkpoint)
+            positions = found.max_target_positions
         eos = (dictionary.eos(),)
         encode = line_encoder(dictionary, bpe)
         newline = tuple(encode("\n"))
         return Writing(
             encode=encode,
-            max_positions=language_model_config(state, self.checkpoint).max_target_positions,
+            max_positions=positions,
             bos=dictionary.bos(),
             separator=eos,
             line_break=eos,

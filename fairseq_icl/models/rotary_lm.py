@@ -264,7 +264,8 @@ class RotaryDecoder(FairseqDecoder):
         if incremental_state is not None:
             raise NotImplementedError("a rotary decoder keeps no incremental state")
         self._check_length(prev_output_tokens)
-        x = self.embed_tokens(prev_output_tokens).transpose(0, 1)  # (T, B, d)
+        # Contiguous, or torch multiplies by a frozen weight one sequence at a time, which takes twice as long.
+        x = self.embed_tokens(prev_output_tokens).transpose(0, 1).contiguous()  # (T, B, d)
         inner_states = [x]
         for layer in self.layers:
             x = layer(x)[0]

@@ -1,43 +1,42 @@
 """What a plan costs: how often each stage is run, times what it takes; and how much memory the largest one needs.
 
-What cells share is counted once, as the engine does it. Times are those of the real stages on this machine, on models
-of the run's shape but few layers: a stage's time is linear in the number of layers, and in the number of validation
-examples or demonstrations beyond a fixed part; so two shallow models and two small parts of the data, each run through
-the engine itself, give the time at full depth and size.
+What cells share is counted once, as the engine does it. Times come from the operations of each stage and the speed of
+this machine at such operations (effort.py): no model is loaded or run. The prompts are built: their lengths count.
 """
 
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from fairseq_icl.models.files import ModelFiles, save_random_model
-from fairseq_icl.observing import Observation, observe
-from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.models.files import ModelFiles
+from fairseq_icl.models.pretrained_lm import DTYPES
+from fairseq_icl.operations import DecoderSizes, Work
+from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell
+from fairseq_icl.replication.effort import Machine, fine_tuning, measuring, observing, watching
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.stand_in import find_model, shape_of
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results import text_table
-from fairseq_icl.training import fine_tuned
+from fairseq_icl.settings import Settings
 from fairseq_icl.training.methods import get_method
 
 PROCESS_BYTES = 600 * 2**20
 """A process with fairseq and torch imported, before any model is loaded."""
-SHALLOW = (1, 3)
-"""Layers of the two models that are measured."""
-FEW = (8, 32)
-"""Validation examples in the two measurements, unless the run has no more than the second."""
-PARTS = (2, 10)
-"""Demonstrations in the two measurements of fine-tuning, unless the run has no more than the second."""
-LONG = 2.0
-"""Seconds after which a measurement is not repeated."""
+START_CALLS, CELL_CALLS, HASH_RATE = 6_000_000, 100_000, 1e9
+"""Calls (effort.py) that take as long as importing torch and fairseq and writing the report, and as what is written and
+reported of a cell; bytes of the weights' files that are hashed in a second. Fitted to the demo: 24 s when all of its 42
+cells are finished."""
+LOAD_TOUCHES, RANDOM_TOUCHES = 30, 30
+"""Touches (effort.py) of a weight that is loaded, and of one that is drawn at random besides."""
+FINETUNING = ("finetuning_demonstrations", "loss_on")
+LENGTHS = ("num_demonstrations", "queries", "limit", "max_validation", "position", *FINETUNING)
+"""Settings that change the number or the lengths of a dataset's sequences; seeds and orders hardly do."""
+PASSES = ("step_per", "layers", "gradient_norms", "train_parameters", *FINETUNING)
+"""Settings that change what fine-tuning does."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,20 @@ class Stage:
     dataset: str = ""
     method: str = ""
     kind: tuple[Any, ...] = ()
-    """What else makes a difference: k, steps per token, precision."""
+    """What else makes a difference: k, precision, the settings of `PASSES`."""
 
 
-def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
-    """The plan in words, with estimates of time and memory."""
+def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path, cost: "Cost | None" = None) -> str:
+    """The plan in words, with the time and memory of what is unfinished; `cost`: if it has been estimated already."""
     out = Path(config["out"])
     files = find_model(config["model"], out, make=False)
-    shape = shape_of(config["model"], files)
-    todo = _unfinished(cells, files, data, out)
-    lines = [f"{config['name']} on {files.name} ({shape['layers']} layers of width {shape['width']}) into {out}", ""]
+    sizes, todo = sizes_of(config["model"], files), unfinished(config, cells, data)
+    lines = [f"{config['name']} on {files.name} ({sizes.layers} layers of width {sizes.width}) into {out}", ""]
     lines += [_counted(cells, todo), ""]
     if not todo:
         return "\n".join([*lines, "everything is finished already"])
-    cost = estimate(config, todo, data)
-    lines += [f"estimated time: {duration(cost.seconds)} on this machine, measured just now"]
+    cost = cost or estimate(config, todo, data)
+    lines += [f"estimated time: {duration(cost.seconds)} on this machine, if it does nothing else"]
     lines += [f"  {name:<18} {duration(part)}" for name, part in cost.parts]
     lines += [f"estimated memory: {cost.bytes / 2**30:.1f} GiB"]
     if config["workers"] > 1:
@@ -83,13 +81,62 @@ class Cost:
 
 
 def estimate(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Cost:
-    """Time and memory of the cells, measured on this machine."""
+    """Time and memory of the cells: their operations counted, the machine's speed measured."""
     files = find_model(config["model"], Path(config["out"]), make=False)
-    shape = shape_of(config["model"], files)
-    stages = stages_of(todo)
-    seconds, prompts = measure_stages(stages, files, data, shape, quiet=config["quiet"])
-    total = sum(seconds[stage] * count for stage, (count, _) in stages.items())
-    return Cost(total, _by_name(stages, seconds), peak_bytes(shape, prompts, todo))
+    sizes, stages = sizes_of(config["model"], files), stages_of(todo)
+    precisions = {cell.settings.precision for cell in todo}
+    machines = {name: Machine.measured(sizes, DTYPES[name]) for name in precisions}
+    built: dict[Any, tuple[Prompts, float]] = {}
+    seconds: dict[Stage, float] = {}
+    for stage, (_, cell) in stages.items():
+        key = (cell.dataset, *(getattr(cell.settings, name) for name in LENGTHS))
+        if key not in built:
+            built[key] = _built(cell, files, data)
+        prompts, building = built[key]
+        machine = machines[cell.settings.precision]
+        work = _work(stage, cell.settings, sizes, prompts)
+        seconds[stage] = building if stage.name == "prompts" else machine.seconds(work, sizes)
+    around = machine.call * (START_CALLS + CELL_CALLS * len(todo)) + files_bytes(files) / HASH_RATE
+    parts = [("start and report", around), *_by_name(stages, seconds)]
+    memory = peak_bytes(sizes, [prompts for prompts, _ in built.values()], todo)
+    return Cost(sum(part for _, part in parts), parts, memory)
+
+
+def _built(cell: Cell, files: ModelFiles, data: Path) -> tuple[Prompts, float]:
+    """The cell's prompts, and the seconds that building them took; the tokenizer is there before."""
+    writing, start = files.writing, time.perf_counter()
+    return build_prompts(cell.spec, data, writing, cell.settings), time.perf_counter() - start
+
+
+def _work(stage: Stage, settings: Settings, sizes: DecoderSizes, prompts: Prompts) -> Work:
+    """What one run of the stage needs."""
+    method = get_method(stage.method or "none")
+    linearized = "--linearize" in method.flags
+    if stage.name == "model":
+        return Work({"touches": (LOAD_TOUCHES + RANDOM_TOUCHES * stage.kind[0]) * sizes.weights})
+    if stage.name in ("zsl", "icl"):
+        return observing(sizes, prompts, len(prompts.context) if stage.name == "icl" else 0)
+    if stage.name == "train":
+        return fine_tuning(sizes, prompts, method, settings)
+    if stage.name == "ft":
+        return observing(sizes, prompts, 0, linearized=linearized)
+    if stage.name == "curve":
+        return watching(sizes, prompts, settings.curve_examples, linearized=linearized)
+    return measuring(sizes, prompts, len(method.trained)) if stage.name == "measure" else Work()
+
+
+def sizes_of(config: dict[str, Any], files: ModelFiles) -> DecoderSizes:
+    """The sizes of the model's matrices, by its own configuration or that of the run."""
+    shape = shape_of(config, files)
+    rotary = files.hugging_face.rotary if files.hugging_face is not None else None
+    return DecoderSizes.of(**shape) if rotary is None else DecoderSizes.of_rotary(rotary, shape["vocabulary"])
+
+
+def files_bytes(files: ModelFiles) -> int:
+    """Bytes of the weights' files; 0 for random weights that are not made yet."""
+    if files.checkpoint.is_dir() and files.hugging_face is not None:
+        return sum(path.stat().st_size for path in files.hugging_face.weight_files())
+    return files.checkpoint.stat().st_size if files.checkpoint.is_file() else 0
 
 
 def stages_of(cells: Sequence[Cell]) -> dict[Stage, tuple[int, Cell]]:
@@ -115,9 +162,10 @@ def _work_of(cell: Cell) -> list[tuple[str, Any, Stage]]:
         ("icl", cell.observed("icl"), Stage("icl", cell.dataset, kind=(k, precision))),
         ("measure", cell, Stage("measure", cell.dataset, cell.method)),
     ]
+    steps = tuple(getattr(cell.settings, name) for name in PASSES)
     for method in get_method(cell.method).trained:
         tuned = cell.changed(method=method).observed("ft")
-        work.append(("train", tuned, Stage("train", cell.dataset, method, (k, cell.settings.step_per, precision))))
+        work.append(("train", tuned, Stage("train", cell.dataset, method, (k, precision, *steps))))
         work.append(("ft", tuned, Stage("ft", cell.dataset, method, (precision,))))
     if cell.settings.curve_examples and get_method(cell.method).trains:
         kind = (k, cell.settings.curve_examples, precision)
@@ -143,28 +191,29 @@ def _by_name(stages: dict[Stage, tuple[int, Cell]], seconds: dict[Stage, float])
     return [(name, parts[name]) for name in names.values() if name in parts]
 
 
-def peak_bytes(shape: dict[str, int], prompts: Sequence[Prompts], cells: Sequence[Cell]) -> float:
+def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[Cell]) -> float:
     """Most memory at once: loading; or weights, what learns three times, the largest pass, and what is observed."""
-    layers, width, heads = shape["layers"], shape["width"], shape["heads"]
-    weights = shape["vocabulary"] * width + layers * (4 * width**2 + 2 * width * shape["ffn"])
-    learning = layers * 2 * width**2  # a copy to go back to, and gradients
+    layers, width = sizes.layers, sizes.width
+    learning = layers * sizes.learning()  # a copy to go back to, and gradients
     longest = max((len(s.tokens) for p in prompts for s in p.finetuning), default=0)
-    training = longest * (2 * shape["vocabulary"] + layers * (12 * width + 3 * shape["ffn"]))
+    training = longest * (2 * sizes.vocabulary + layers * (12 * width + 3 * sizes.ffn))
     context = max(len(p.context) for p in prompts)
-    prefix = layers * context * 2 * width + context * 4 * shape["ffn"]
+    prefix = layers * context * 2 * sizes.attention + context * 4 * sizes.ffn
     queries = max(len(p.queries) for p in prompts)
     query = max(len(q.inputs[0]) for p in prompts for q in p.queries) + 1
     settings = 4 if any(get_method(cell.method).compares for cell in cells) else 3
-    observed_numbers = queries * layers * (settings * (2 * width + heads * query) + context)
-    loading = 6 * weights  # in fp32, and the file in half precision mapped beside them
+    observed_numbers = queries * layers * (settings * (2 * width + sizes.heads * query) + context)
+    loading = 6 * sizes.weights  # in fp32, and the file in half precision mapped beside them
     size = 4 if any(cell.settings.precision == "fp32" for cell in cells) else 2  # bytes of a number in the model
     masters = 0 if size == 4 else 4 * 2 * learning  # fp32 copies of what learns, and of its gradient
-    computing = size * (weights + 2 * learning + max(training, prefix)) + masters
+    computing = size * (sizes.weights + 2 * learning + max(training, prefix)) + masters
     return PROCESS_BYTES + max(loading, computing + 4 * observed_numbers)
 
 
-def _unfinished(cells: Sequence[Cell], files: ModelFiles, data: Path, out: Path) -> list[Cell]:
+def unfinished(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> list[Cell]:
     """The cells that the results folder does not have yet."""
+    out = Path(config["out"])
+    files = find_model(config["model"], out, make=False)
     if not (out / "store.json").is_file() or not files.checkpoint.exists():
         return list(cells)
     store = Store(out, create=False)
@@ -189,127 +238,3 @@ def duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.{0 if seconds >= 1200 else 1}f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def measure_stages(
-    stages: dict[Stage, tuple[int, Cell]], files: ModelFiles, data: Path, shape: dict[str, int], *, quiet: bool = True
-) -> tuple[dict[Stage, float], list[Prompts]]:
-    """Seconds of one run of each stage at full size, and the prompts that were looked at."""
-    seconds: dict[Stage, float] = {}
-    prompts: list[Prompts] = []
-    with tempfile.TemporaryDirectory() as name, tqdm(total=len(stages), desc="measuring", disable=quiet) as bar:
-        shallow = [ShallowModel(Path(name), layers, files, data, shape) for layers in SHALLOW]
-        for stage, (_, cell) in stages.items():
-            bar.set_postfix_str(" ".join(filter(None, (stage.name, stage.dataset, stage.method))))
-            cell = cell.changed(method=stage.method) if stage.name in ("train", "ft") else cell
-            # Limits on gradients cost nothing, and those recorded with all demonstrations do not fit a part of them.
-            cell = cell.changed(layer_clip="none", layer_clip_value=None)
-            whole = shallow[0].engine.prompts_of(cell)
-            prompts.append(whole)
-            sizes: tuple[int, ...]
-            if stage.name in ("model", "prompts"):
-                sizes, full = (1,), 1  # whole in any case
-            elif stage.name == "curve":  # a point sees the first queries twice, in context and fine-tuned
-                passes = min(cell.settings.curve_examples, len(whole.queries)) * (len(whole.finetuning) - 1)
-                sizes = FEW if len(whole.queries) > FEW[1] else (1, max(2, len(whole.queries)))
-                full = passes
-            elif stage.name == "train":
-                sizes, full = _few(PARTS, len(whole.finetuning)), len(whole.finetuning)
-            else:
-                sizes, full = _few(FEW, len(whole.queries)), len(whole.queries)
-            by_size = [
-                _line(SHALLOW, [model.seconds(stage, cell, size) for model in shallow], shape["layers"])
-                for size in sizes
-            ]
-            seconds[stage] = _line(sizes, by_size, full)
-            bar.update()
-    return seconds, prompts
-
-
-def _few(sizes: tuple[int, int], full: int) -> tuple[int, ...]:
-    """The two sizes to measure, or the full one if that is no larger."""
-    return sizes if full > sizes[1] else (full,)
-
-
-class ShallowModel:
-    """An engine on a random model of the run's shape with few layers, and how long its stages take."""
-
-    def __init__(self, folder: Path, layers: int, files: ModelFiles, data: Path, shape: dict[str, int]):
-        checkpoint = folder / f"{layers}.pt"
-        save_random_model(checkpoint, files.load_dictionary(), {**shape, "layers": layers})
-        self.engine = Engine(replace(files, checkpoint=checkpoint), data, Store(folder / f"run{layers}"))
-        self._seen: dict[tuple[str, Cell], tuple[Observation, float]] = {}
-
-    def seconds(self, stage: Stage, cell: Cell, size: int) -> float:
-        """Seconds of the stage with `size` demonstrations (train) or queries; what comes before it is done already."""
-        if stage.name in ("prompts", "model"):
-            work: Callable[[Cell], Any] = self.engine.prompts_of if stage.name == "prompts" else self.engine.base_model
-
-            def from_files() -> Any:
-                self.engine.forget()
-                return work(cell)
-
-            return _timed(from_files)[1]
-        self.engine.base_model(cell)
-        if stage.name == "train":
-            part = _part(self.engine.prompts_of(cell), size)
-            return _timed(lambda: self._fine_tune(cell, part))[1]
-        limited = cell.changed(limit=size)
-        if stage.name == "curve":
-            return sum(self._observe(limited, name)[1] for name in ("icl", "ft"))
-        if stage.name != "measure":
-            return self._observe(limited, stage.name)[1]
-        seen = [self._observe(limited, name)[0] for name in ("zsl", "icl")]
-        seen += [self._observe(limited.changed(method=name), "ft")[0] for name in get_method(cell.method).trained]
-        return _timed(lambda: self.engine.compare(limited, seen))[1]
-
-    def _fine_tune(self, cell: Cell, prompts: Prompts) -> None:
-        with fine_tuned(self.engine.base_model(cell), prompts, cell.method):
-            pass
-
-    def _observe(self, cell: Cell, setting: str) -> tuple[Observation, float]:
-        """(what was observed, seconds without fine-tuning), measured once."""
-        key = (setting, cell.observed(setting))
-        if key not in self._seen and setting == "ft":
-            self._seen[key] = self._observe_fine_tuned(cell)
-        elif key not in self._seen:
-            (observation, _), seconds = _timed(lambda: self.engine.observe(cell, setting))
-            self._seen[key] = observation, seconds
-        return self._seen[key]
-
-    def _observe_fine_tuned(self, cell: Cell) -> tuple[Observation, float]:
-        prompts = self.engine.prompts_of(cell)
-        with fine_tuned(self.engine.base_model(cell), _part(prompts, 1), cell.method) as tuned:
-            observation, seconds = _timed(lambda: observe(tuned, prompts))
-        (seen,) = (observation.training_queries or {}).values()  # (layers, tokens, width) of the one demonstration
-        # Metrics take as long on invented query vectors of all demonstrations as on real ones.
-        layers, _, width = seen.shape
-        queries = {s.row: torch.randn(layers, len(s.tokens), width) for s in prompts.finetuning}
-        return replace(observation, training_queries=queries), seconds
-
-
-def _part(prompts: Prompts, count: int) -> Prompts:
-    """The prompts with `count` demonstrations to fine-tune on, from the shortest to the longest in equal steps."""
-    by_length = sorted(prompts.finetuning, key=lambda sequence: len(sequence.tokens))
-    places = [int((place + 0.5) * len(by_length) / count) for place in range(count)]
-    return replace(prompts, finetuning=tuple(by_length[place] for place in places))
-
-
-def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """(result, seconds): the faster of two trials if they are short, since other programs disturb them most."""
-    best = float("inf")
-    for _ in range(2):
-        start = time.perf_counter()
-        result = work()
-        best = min(best, time.perf_counter() - start)
-        if best > LONG:
-            break
-    return result, best
-
-
-def _line(places: Sequence[int], values: Sequence[float], place: int) -> float:
-    """The value at `place` of the straight line through the measured ones (a constant if there is one)."""
-    if len(places) == 1:
-        return values[0]
-    slope = max(0.0, (values[1] - values[0]) / (places[1] - places[0]))
-    return values[0] + slope * (place - places[0])

@@ -28,7 +28,7 @@ import torch
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 from fairseq_icl.replication.cells import Cell
-from fairseq_icl.replication.cost import estimate
+from fairseq_icl.replication.cost import Cost, estimate
 from fairseq_icl.replication.scheduling import number_of_groups, told_failures
 from fairseq_icl.replication.store import Store
 from fairseq_icl.replication.workers import command
@@ -74,17 +74,22 @@ class Request:
     megabytes: int
 
 
-def request(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Request:
+def request(config: dict[str, Any], todo: Sequence[Cell], data: Path, cost: Cost | None = None) -> Request:
     """Size of the array, time and memory of a job: what the configuration says, else from the plan's estimate."""
     slurm = config["slurm"]
     jobs, minutes, memory = slurm["jobs"], slurm["time"], slurm["memory"]
     if None in (jobs, minutes, memory):
-        torch.set_num_threads(min(slurm["cpus"], len(os.sched_getaffinity(0))))
-        cost = estimate(config, todo, data)
+        cost = cost or estimate_jobs(config, todo, data)
         jobs = jobs or max(1, min(math.ceil(cost.seconds / WORK_SECONDS), number_of_groups(todo)))
         minutes = minutes or MARGIN * cost.seconds / jobs / 60 + START_MINUTES
         memory = memory or MEMORY_MARGIN * cost.bytes / 2**30
     return Request(jobs, math.ceil(minutes), math.ceil(1024 * memory))
+
+
+def estimate_jobs(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Cost:
+    """The plan's estimate with the threads that a job has."""
+    torch.set_num_threads(min(config["slurm"]["cpus"], len(os.sched_getaffinity(0))))
+    return estimate(config, todo, data)
 
 
 def job_script(config: dict[str, Any], asked: Request, words: Sequence[str]) -> str:

@@ -192,3 +192,12 @@ def test_the_linearized_model_runs_on_it() -> None:
     torch.testing.assert_close(moved, plain(tokens())[0], rtol=0, atol=1e-5)
     moved.sum().backward()
     assert model.decoder.layers[1].self_attn.k_proj.weight.grad is not None
+
+
+def test_all_sequences_of_a_batch_meet_a_frozen_weight_in_one_product() -> None:
+    model = decoder()
+    seen: list[bool] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))
+    model(tokens())
+    assert seen == [True] * len(model.layers)  # otherwise torch multiplies sequence by sequence
