@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
     """Measure, print, and return 1 if a limit was missed."""
     arguments = parse(argv)
     parts = chosen("--what", arguments.what, "part", (*PARTS, SCALE, EXPERIMENT))
-    shapes = chosen("--shape", arguments.shape.replace(ALL_SHAPES, ",".join(PUBLISHED)), "shape", SHAPES)
+    published = arguments.shape == ALL_SHAPES
+    shapes = list(PUBLISHED) if published else chosen("--shape", arguments.shape, "shape", SHAPES)
     if arguments.write_docs and not DOCS.is_dir():
         raise UserError(f"--write-docs: {DOCS} is not there; run it in a clone of the repository")
     kept = True
@@ -74,7 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--shape",
         default="125m",
         metavar="SHAPES",
-        help=f"sizes of the model: any of {', '.join(SHAPES)}, one after the other; {ALL_SHAPES}: "
+        help=f"sizes of the model, with commas between them: any of {', '.join(SHAPES)}; or {ALL_SHAPES}, which is "
         f"{','.join(PUBLISHED)} (default: 125m)",
     )
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=PARTS_HELP)

@@ -50,5 +50,7 @@ def test_one_missed_limit_of_any_shape_is_the_exit_code(monkeypatch: pytest.Monk
 
 
 def test_bench_names_the_shapes_it_knows() -> None:
+    with pytest.raises(UserError, match=r"--shape small: no shape 'small'"):
+        bench.main(["--shape", "small"])
     with pytest.raises(UserError, match=r"--shape 125m,7b: no shape '7b'; choose from tiny, 125m, 355m, 1\.3b"):
         bench.main(["--shape", "125m,7b"])
