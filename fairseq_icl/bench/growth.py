@@ -59,7 +59,7 @@ VALIDATION_SIZES, QUICK_VALIDATION_SIZES = (100, 200, 400, 800), (25, 50, 100, 2
 
 
 @dataclass
-class Measured:
+class Turns:
     """Ways that are to take turns, and what is already known of their points."""
 
     ways: dict[str, Callable[[], object]] = field(default_factory=dict)
@@ -89,11 +89,11 @@ class Measured:
 
 def measure_growth(findings: BenchFindings, shape: Shape, model: Model, rounds: int, quick: bool) -> None:
     """Points of all sweeps; limits and notes on what they show."""
-    measured = Measured()
     for sweep in SWEEPS:
+        turns = Turns()  # one for each sweep: every point holds a prefix, which is large
         for x in sweep.values:
-            measured.add(sweep.name, x, model, shape, sweep.prompts(x), sweep.authors)
-    findings.points += measured.run(rounds)
+            turns.add(sweep.name, x, model, shape, sweep.prompts(x), sweep.authors)
+        findings.points += turns.run(rounds)
     findings.points += layer_points(shape, model, rounds)
     findings.points += [validation_point(shape, n) for n in (QUICK_VALIDATION_SIZES if quick else VALIDATION_SIZES)]
     judge_demonstrations(findings)
@@ -101,14 +101,14 @@ def measure_growth(findings: BenchFindings, shape: Shape, model: Model, rounds: 
 
 
 def layer_points(shape: Shape, model: Model, rounds: int) -> list[SweepPoint]:
-    """The first quarter and half of the layers, and all: models as wide as the given one, with weights of its own."""
+    """The first quarter and half of the layers, and all: models as wide as the given one, with its weights."""
     points: list[SweepPoint] = []
     for share in LAYER_SHARES:
         if number := shape.layers // share:
             with first_layers(model, number):  # the prefix and the queries run with as many layers
-                measured = Measured()
-                measured.add(LAYERS, number, model, shape, {}, authors=False)
-                points += measured.run(rounds)
+                turns = Turns()
+                turns.add(LAYERS, number, model, shape, {}, authors=False)
+                points += turns.run(rounds)
     return points
 
 
