@@ -90,10 +90,15 @@ class DecoderSizes:
         wanted = [part.strip() for part in parts.split(",") if part.strip()]
         return sum(count for name, count in self.matrices.items() if any(part in name for part in wanted))
 
-    def forward(self, rows: int, scores: float, layers: int | None = None) -> Work:
-        """A pass of `rows` tokens that look at `scores` tokens in all: 2 rows weights + 4 scores attention a layer."""
+    def forward(self, rows: int, scores: float, layers: int | None = None, read: int | None = None) -> Work:
+        """A pass of `rows` tokens that look at `scores` tokens in all: 2 rows weights + 4 scores attention a layer.
+
+        `read`: the last feed-forward block runs at so many of them only (observing/last_layer.py).
+        """
         layers = self.layers if layers is None else layers
         linear, attention = 2 * rows * self.layer_weights * layers, 4 * scores * self.attention * layers
+        if read is not None:
+            linear -= 2 * (rows - read) * self.learning("fc1,fc2,gate_proj")
         return Work({rows: linear, "attention": attention, "tokens": rows * layers, "layers": layers})
 
     def unembedding(self, rows: int) -> Work:

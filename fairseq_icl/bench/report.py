@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fairseq_icl.bench import sweeps
 from fairseq_icl.files import with_part
 from fairseq_icl.results import text_table
 
@@ -45,14 +46,23 @@ class BenchRow:
 
 HEADER = ["", "ours s", "authors s", "times faster", "ours MiB", "authors MiB", "ours kB", "authors kB", "of GEMM rate"]
 PAGE = "benchmark.md"
+PART = "<!-- "
+"""What the marks of all parts begin with; before the first of them is the preamble."""
 PREAMBLE = """\
 # Benchmark
 
-`fairseq-icl bench --shape SHAPE --peers --write-docs` makes a shape's part of this page anew. "Ours" is `observe`,
-`fine_tuned` and `compare`, which every command of this plugin runs. "Authors" is the protocol of the two papers' code,
-rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py): every query alone behind the whole prompt, whole
-attention maps, all logits, gradients of all weights, records as JSON lines; tests/bench checks that it gives the
-numbers their code gave. In rows that name transformers its seconds stand in the authors' column.
+`fairseq-icl bench --shape SHAPE --peers --write-docs` makes a shape's part of this page anew, `--shape all` every
+part. "Ours" is `observe`, `fine_tuned` and `compare`, which every command of this plugin runs. "Authors" is the
+protocol of the two papers' code, rewritten here from docs/protocol.md (fairseq_icl/bench/authors.py): every query
+alone behind the whole prompt, whole attention maps, all logits, gradients of all weights, records as JSON lines;
+tests/bench checks that it gives the numbers their code gave.
+
+With `--peers` the same models run in other libraries (fairseq_icl/bench/peers.py), in rows that name them: their
+seconds and memory stand in the authors' columns. transformers 5.22, TransformerLens 4.3 and lm-evaluation-harness
+0.4.13 install beside the versions of constraints.txt (extra `[bench]`); one that is not installed is named and left
+out. Everybody gets the same token ids and has to give the same numbers to 1e-5: options' scores and, but for
+lm-evaluation-harness, every layer's attention output at one token. nnsight was not measured: TransformerLens stands
+for libraries that put hooks on the models of transformers.
 
 """
 EXPLANATION = (
@@ -81,18 +91,6 @@ class Limit:
         return f"{'ok    ' if self.kept else 'MISSED'}  {self.what}: {self.value:.3g} ({wanted})"
 
 
-@dataclass(frozen=True)
-class SweepPoint:
-    """One point of a sweep: seconds a query once the prefix is there, and what else it costs."""
-
-    sweep: str
-    x: int
-    context: int
-    prefix: float
-    ours: float
-    authors: float
-
-
 @dataclass
 class BenchFindings:
     """All that one run of the benchmark found."""
@@ -101,7 +99,7 @@ class BenchFindings:
     title: str
     rows: list[BenchRow] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
-    points: list[SweepPoint] = field(default_factory=list)
+    points: list[sweeps.SweepPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def expect_faster(self, row: BenchRow, times: float, what: str) -> None:
@@ -115,7 +113,7 @@ class BenchFindings:
         if self.rows:
             parts += [text_table([HEADER, *(row.cells() for row in self.rows)], names=1), EXPLANATION]
         if self.points:
-            parts.append(text_table([SWEEP_HEADER, *map(_sweep_cells, self.points)], names=1))
+            parts += [text_table(sweeps.table(self.points), names=1), sweeps.EXPLANATION]
         parts += ["\n".join(self.notes), "\n".join(limit.line() for limit in self.limits)]
         return "\n\n".join(part for part in parts if part)
 
@@ -125,10 +123,8 @@ class BenchFindings:
         if self.rows:
             parts += [_markdown([HEADER, *(row.cells() for row in self.rows)]), EXPLANATION]
         if self.points:
-            parts += [
-                f"![cost per query](benchmark_{self.shape}.png)",
-                _markdown([SWEEP_HEADER, *map(_sweep_cells, self.points)]),
-            ]
+            parts += [f"![cost per query](benchmark_{self.shape}.png)", _markdown(sweeps.table(self.points))]
+            parts.append(sweeps.EXPLANATION)
         parts += ["\n".join(f"- {note}" for note in self.notes)]
         parts += ["\n".join(f"- {limit.line()}" for limit in self.limits)]
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -137,41 +133,12 @@ class BenchFindings:
         """The shape's part of benchmark.md and, if there was a sweep, benchmark_SHAPE.png."""
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / PAGE
-        before = page.read_text() if page.is_file() else PREAMBLE
+        parts = page.read_text() if page.is_file() else ""
+        before = PREAMBLE + parts[parts.find(PART) :] if PART in parts else PREAMBLE
         start, end = f"<!-- {self.shape} -->\n", f"<!-- end of {self.shape} -->\n"
         page.write_text(with_part(before, start, end, self.markdown(command)))
         if self.points:
-            plot(self.points, folder / f"benchmark_{self.shape}.png")
-
-
-SWEEP_HEADER = ["sweep", "context tokens", "prefix, once: s", "ours: ms a query", "authors: ms a query", "times faster"]
-
-
-def _sweep_cells(point: SweepPoint) -> list[str]:
-    name = f"{point.x} {point.sweep}"
-    times = [f"{point.prefix:.2f}", f"{1000 * point.ours:.1f}", f"{1000 * point.authors:.0f}"]
-    return [name, f"{point.context:,}", *times, f"{point.authors / point.ours:.0f}"]
-
-
-def plot(points: Sequence[SweepPoint], path: Path) -> None:
-    """Milliseconds a query against what is swept, both ways, logarithmic."""
-    from matplotlib.figure import Figure  # slow to import, and not pyplot, which would want a screen
-
-    sweeps = list(dict.fromkeys(point.sweep for point in points))
-    figure = Figure(figsize=(4.5 * len(sweeps), 3.4))
-    axes = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)
-    for axis, sweep in zip(axes[0], sweeps, strict=True):
-        chosen = [point for point in points if point.sweep == sweep]
-        x = [point.x for point in chosen]
-        axis.plot(x, [1000 * point.authors for point in chosen], "s--", color="#a33", label="authors' way")
-        axis.plot(x, [1000 * point.ours for point in chosen], "o-", color="#357", label="ours, after the prefix")
-        axis.set(xlabel=sweep, xscale="log", yscale="log", xticks=x, xticklabels=x)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("milliseconds a query")
-    axes[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+            sweeps.plot(self.points, folder / f"benchmark_{self.shape}.png")
 
 
 def _text(value: float | None, pattern: str) -> str:

@@ -28,6 +28,8 @@ from fairseq_icl.settings import Settings
 SPECIAL_SYMBOLS = 4
 DEMONSTRATION_TOKENS, QUERY_TOKENS = 26, 30
 """About what an SST-2 demonstration and query have under GPT-2's BPE."""
+VALIDATION_SIZE = 872
+"""Examples in SST-2's validation set."""
 PUBLISHED = ("125m", "355m", "1.3b")
 """Sizes of fairseq's dense language models (config/model) that are measured."""
 
@@ -54,7 +56,8 @@ class Shape:
 
     def scoring_flops(self, rows: int, context: int, logit_rows: int) -> float:
         """Operations of `rows` query tokens after `context` others, `logit_rows` of which reach the vocabulary."""
-        return operations(self.decoder.forward(rows, rows * context) + self.decoder.unembedding(logit_rows))
+        forward = self.decoder.forward(rows, rows * context, read=logit_rows)
+        return operations(forward + self.decoder.unembedding(logit_rows))
 
     def training_flops(self, rows: int, method: str) -> float:
         """Operations our way needs for a step on `rows` tokens: forward, backward to inputs, gradients of k and v."""
@@ -112,16 +115,23 @@ def random_prompts(
     num_queries: int = 100,
     demonstration_tokens: int = DEMONSTRATION_TOKENS,
     query_tokens: int = QUERY_TOKENS,
+    num_options: int = 2,
+    label_tokens: int = 1,
     seed: int = 1,
 ) -> Prompts:
-    """Prompts of a two-class task; lengths are spread evenly from half to one and a half times the given ones."""
+    """Prompts of a classification task; lengths are spread evenly from half to one and a half times the given ones.
+
+    The labels of the `num_options` classes have `label_tokens` tokens each and none in common.
+    """
     rng = Random(seed)
-    label_words = tuple((token,) for token in rng.sample(range(SPECIAL_SYMBOLS, shape.vocabulary), 2))
+    # From a generator of their own, and one number for each gold label: texts do not depend on the number of options.
+    words = Random(-seed).sample(range(SPECIAL_SYMBOLS, shape.vocabulary), num_options * label_tokens)
+    labels = tuple(tuple(words[option::num_options]) for option in range(num_options))
 
     def query(row: int, mean: int) -> Query:
-        length = rng.randint(mean - mean // 2, mean + mean // 2) - 1  # the label is the last token
+        length = rng.randint(mean - mean // 2, mean + mean // 2) - label_tokens  # the label comes last
         tokens = tuple(rng.randrange(SPECIAL_SYMBOLS, shape.vocabulary) for _ in range(max(1, length)))
-        return Query(row, rng.randrange(2), (tokens, tokens), label_words)
+        return Query(row, int(num_options * rng.random()), (tokens,) * num_options, labels)
 
     demonstrations = [query(row, demonstration_tokens) for row in range(num_demonstrations)]
     texts = [(*d.inputs[0], *d.labels[d.gold]) for d in demonstrations]

@@ -11,7 +11,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.optim.sgd import SGD
 from torch import Tensor
 
-from fairseq_icl.bench import authors
+from fairseq_icl.bench import authors, limits
 from fairseq_icl.bench.authors import Sample
 from fairseq_icl.bench.measure import gemm_rate, interleave
 from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit
@@ -28,7 +28,6 @@ from fairseq_icl.training import own_copy_of_what_learns
 
 TOKENS = 30
 METHODS = {"ft": "vanilla", "lcgd": "layer-causal", "linearized": "linearized"}
-LIMITS = {"ft": 1.3, "lcgd": 2.0}
 
 
 def samples_of(sequences: Sequence[FinetuningSequence]) -> list[Sample]:
@@ -92,8 +91,8 @@ def measure_training(findings: BenchFindings, shape: Shape, model: Model, method
         share = shape.training_flops(TOKENS, method) / mine / rate
         row = BenchRow(f"{METHODS[method]} step, {TOKENS} tokens", mine, theirs, gemm_share=share)
         findings.rows.append(row)
-        if method in LIMITS:
-            findings.expect_faster(row, LIMITS[method], f"{METHODS[method]} step, times faster")
+        if method in limits.STEPS:
+            findings.expect_faster(row, limits.STEPS[method].at(shape.name), f"{METHODS[method]} step, times faster")
     if "lcgd" in methods:
         findings.notes.append(
             f"GEMM rates of steps are for {TOKENS} rows. Layer-causal losses multiply the rows of all layers with the "

@@ -1,37 +1,25 @@
-"""Measure whole runs: the pipeline of one run both ways, and an experiment as a user would run it.
+"""Measure one whole run both ways: fine-tune, score ZSL, ICL and FT, compute the metrics, write the results.
 
-Pipeline: fine-tune, score ZSL, ICL and FT, compute the metrics, write the results. Neither way is charged for starting
-its commands and loading the base model.
-
-Experiment: `fairseq-icl replicate` on random weights and SST-2-like data, twice in processes of their own, once for its
-plan and once in earnest. Reported are the seconds and the peak memory of the whole process, and how far the plan's
-estimate was from what the run took.
+Neither way is charged for starting its commands and loading the base model.
 """
 
-import json
-import re
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 
 from fairseq_icl.api import compare, fine_tuned, observe
-from fairseq_icl.bench import authors
+from fairseq_icl.bench import authors, limits
 from fairseq_icl.bench.measure import clock, seconds
 from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit
 from fairseq_icl.bench.scoring import sample_by_length
-from fairseq_icl.bench.shapes import SPECIAL_SYMBOLS, Shape
+from fairseq_icl.bench.shapes import VALIDATION_SIZE
 from fairseq_icl.bench.training import samples_of
 from fairseq_icl.models import Model
-from fairseq_icl.models.files import load_dictionary, save_random_model
 from fairseq_icl.observing import Observer
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import write_results
@@ -40,27 +28,10 @@ from fairseq_icl.training.dynamics import Curve
 
 SAMPLED_STEPS = 4
 FEW_QUERIES = 100
-CURVE_SHARE = 48 / 872
+CURVE_SHARE = 48 / VALIDATION_SIZE
 """Of the queries that dynamics are measured on: the experiment's default, of SST-2's validation set."""
 FIXED_OURS, FIXED_AUTHORS = ("fine-tuning", "metrics"), ("fine-tuning", "checkpoint")
 """Stages that do not depend on the number of queries; our metrics are mostly of the first 100 examples."""
-
-TEMPLATE_WORDS = ("Sentence:", "Label:", "Negative", "Positive")
-SENTENCE_WORDS = (10, 36)
-"""Shortest and longest sentence; with the template a demonstration has about 26 tokens."""
-TRAIN_ROWS, VALID_ROWS = 200, 872
-GIBI = 2**30
-MEMORY_LIMIT = 9.0
-LAUNCHER = """
-import os, resource, sys
-status = os.spawnv(os.P_WAIT, sys.argv[1], sys.argv[1:])
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print("\\n", used.ru_maxrss, " ", used.ru_utime + used.ru_stime, sep="")
-sys.exit(status)
-"""
-"""Linux counts the memory of whoever starts a process as the new one's: a small program must start what is measured."""
-FAIRSEQ_ICL = "import sys; from fairseq_icl.commands import main; sys.exit(main())"
-UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Stopwatch:
@@ -98,7 +69,8 @@ def measure_pipeline(findings: BenchFindings, model: Model, prompts: Prompts, sa
     number = len(prompts.queries)
     row = BenchRow(f"whole pipeline, {number} queries", mine.total(), theirs.total())
     findings.rows.append(row)
-    findings.expect_faster(row, 10, f"whole pipeline with {number} queries, times faster")
+    least = limits.PIPELINE.at(findings.shape) if number >= VALIDATION_SIZE else limits.PIPELINE.otherwise
+    findings.expect_faster(row, least, f"whole pipeline with {number} queries, times faster")
     few_mine = with_fewer_queries(mine, number, FIXED_OURS, once=prefix)
     few_theirs = with_fewer_queries(theirs, number, FIXED_AUTHORS)
     findings.notes += [
@@ -180,88 +152,3 @@ def run_authors(model: Model, prompts: Prompts, folder: Path, sample: int) -> St
     with watch.time("metrics", scale):
         authors.metrics_from_files(*files.values())
     return watch
-
-
-@dataclass(frozen=True)
-class CommandRun:
-    """How a command went."""
-
-    seconds: float
-    """By the clock of the benchmark: processor time with a single thread, otherwise the wall clock's."""
-    peak_bytes: int
-    output: str
-
-
-def measure_experiment(findings: BenchFindings, shape: Shape, limit: int, say: Callable[[str], None]) -> None:
-    """A note and limits of an experiment with vanilla and layer-causal fine-tuning, `limit` queries scored."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_world(folder, shape)
-        words = replicate_words(folder, shape, limit)
-        shown = " ".join(["fairseq-icl", *words]).replace(name, "FOLDER")
-        say(f"plan of {shown}")
-        estimate = estimated_seconds(run_command([*words, "--dry-run"]).output)
-        say("the same in earnest")
-        taken = run_command([*words, "--quiet"])
-    findings.notes.append(
-        f"`{shown}` took {taken.seconds:.0f} s and {taken.peak_bytes / GIBI:.2f} GiB at its peak; its plan said "
-        f"{estimate:.0f} s. FOLDER holds random weights of this shape and random sentences."
-    )
-    findings.limits += [
-        Limit("whole experiment, peak memory in GiB", taken.peak_bytes / GIBI, MEMORY_LIMIT),
-        Limit("whole experiment, error of the time in its plan", abs(estimate / taken.seconds - 1), 0.3),
-    ]
-
-
-def write_world(folder: Path, shape: Shape) -> None:
-    """A model of random weights with its dictionary, and rows of random words in the layout of SST-2."""
-    words = [f"word{number}" for number in range(shape.vocabulary - SPECIAL_SYMBOLS - len(TEMPLATE_WORDS))]
-    (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in (*TEMPLATE_WORDS, *words)))
-    save_random_model(folder / "model.pt", load_dictionary(folder / "dict.txt"), shape.sizes())
-    (folder / "sst2").mkdir()
-    rng = Random(1)
-    for split, count in (("train", TRAIN_ROWS), ("validation", VALID_ROWS)):
-        with (folder / "sst2" / f"{split}.jsonl").open("w") as file:
-            for _ in range(count):
-                sentence = " ".join(rng.choices(words, k=rng.randint(*SENTENCE_WORDS)))
-                file.write(json.dumps({"sentence": sentence, "label": rng.randrange(2)}) + "\n")
-
-
-def replicate_words(folder: Path, shape: Shape, limit: int) -> list[str]:
-    """The words of the command after `fairseq-icl`."""
-    return [
-        "replicate",
-        "experiment=deutch2024",
-        f"model={folder / 'model.pt'}",
-        f"model.name={shape.name}",
-        "model.bpe=null",
-        f"data={folder}",
-        "dataset=[sst2]",
-        "init=[pretrained]",
-        "seed=first",
-        "method=[gd,lcgd]",
-        f"limit={limit}",
-        f"out={folder / 'out'}",
-    ]
-
-
-def run_command(words: list[str]) -> CommandRun:
-    """Run `fairseq-icl WORDS`; its peak memory is what the kernel counted for that process alone."""
-    start = time.perf_counter()
-    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", FAIRSEQ_ICL, *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"fairseq-icl {' '.join(words)} ended with exit code {done.returncode}")
-    output, used = done.stdout.rstrip("\n").rsplit("\n", 1)
-    peak, processor = used.split()
-    taken = float(processor) if torch.get_num_threads() == 1 else time.perf_counter() - start
-    return CommandRun(taken, int(peak) * 1024, output)
-
-
-def estimated_seconds(plan: str) -> float:
-    """The time that a printed plan expects."""
-    found = re.search(r"^estimated time: ([\d.]+) (s|min|h)\b", plan, re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"no estimated time in the plan:\n{plan}")
-    number, unit = found.groups()
-    return float(number) * UNITS[unit]

@@ -5,44 +5,61 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
+from fairseq_icl.bench.experiment import measure_experiment, measure_scale
+from fairseq_icl.bench.growth import measure_growth
 from fairseq_icl.bench.measure import measure_memory
-from fairseq_icl.bench.peers import measure_peers
+from fairseq_icl.bench.peer_runs import measure_peers
 from fairseq_icl.bench.report import BenchFindings
-from fairseq_icl.bench.scoring import measure_growth, measure_metrics, measure_scoring
-from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
+from fairseq_icl.bench.scoring import measure_metrics, measure_opening, measure_scoring
+from fairseq_icl.bench.shapes import PUBLISHED, SHAPES, VALIDATION_SIZE, Shape, model_of, random_prompts
 from fairseq_icl.bench.training import METHODS, check_training, measure_training
-from fairseq_icl.bench.whole import measure_dynamics, measure_experiment, measure_pipeline
+from fairseq_icl.bench.whole import measure_dynamics, measure_pipeline
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import PACKAGE
 
-PARTS = ("zsl", "icl", "metrics", "ft", "lcgd", "linearized", "sweep", "pipeline", "dynamics", "memory")
+PARTS = ("zsl", "icl", "opening", "metrics", "ft", "lcgd", "linearized", "sweep", "pipeline", "dynamics", "memory")
 IN_PROCESS = PARTS[:-1]
-SCALE = "scale"
-"""A whole experiment by the command `fairseq-icl replicate`: minutes at the larger shapes, so only when asked for."""
-PARTS_HELP = f"any of {', '.join(PARTS)} (default: all of these), {SCALE} (a whole experiment by fairseq-icl replicate)"
-VALIDATION_SIZE, QUICK_VALIDATION_SIZE = 872, 200
-"""Examples in SST-2's validation set, and what a quick run makes do with."""
+SCALE, EXPERIMENT = "scale", "experiment"
+"""Runs of the command `fairseq-icl replicate`: minutes at the larger shapes, so only when asked for."""
+PARTS_HELP = (
+    f"any of {', '.join(PARTS)} (default: all of these), {SCALE} (fairseq-icl replicate, one seed) and {EXPERIMENT} "
+    "(the same with all seeds, inits and methods of deutch2024, by one worker and by two)"
+)
+QUICK_VALIDATION_SIZE = 200
+"""Examples that a quick run makes do with, instead of all of SST-2's validation set."""
+ALL_SHAPES = "all"
 DOCS = PACKAGE.parent / "docs"
 
 
 def main(argv: list[str]) -> int:
     """Measure, print, and return 1 if a limit was missed."""
     arguments = parse(argv)
-    parts = arguments.what.split(",")
-    unknown = [part for part in parts if part not in (*PARTS, SCALE)]
-    if unknown:
-        raise UserError(f"--what {arguments.what}: no part {unknown[0]!r}; choose from {', '.join((*PARTS, SCALE))}")
+    parts = chosen("--what", arguments.what, "part", (*PARTS, SCALE, EXPERIMENT))
+    published = arguments.shape == ALL_SHAPES
+    shapes = list(PUBLISHED) if published else chosen("--shape", arguments.shape, "shape", SHAPES)
     if arguments.write_docs and not DOCS.is_dir():
         raise UserError(f"--write-docs: {DOCS} is not there; run it in a clone of the repository")
-    findings = run(SHAPES[arguments.shape], parts, quick=arguments.quick, peers=arguments.peers, say=say)
-    print(findings.text())
-    if arguments.write_docs:
-        findings.write(DOCS, shlex.join(["fairseq-icl", "bench", *argv]))
-    return 0 if all(limit.kept for limit in findings.limits) else 1
+    kept = True
+    for shape in shapes:
+        findings = run(SHAPES[shape], parts, quick=arguments.quick, peers=arguments.peers, say=say)
+        print(findings.text() + "\n" * (shape != shapes[-1]), flush=True)
+        if arguments.write_docs:
+            findings.write(DOCS, shlex.join(["fairseq-icl", "bench", *argv]))
+        kept = kept and all(limit.kept for limit in findings.limits)
+    return 0 if kept else 1
+
+
+def chosen(flag: str, text: str, kind: str, known: Collection[str]) -> list[str]:
+    """The names of a list with commas, each once."""
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{flag} {text}: no {kind} {name!r}; choose from {', '.join(known)}")
+    return names
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -54,14 +71,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "set OMP_NUM_THREADS=1, which counts processor time instead of wall-clock time. The exit code is 1 if a figure "
         "misses its limit.",
     )
-    parser.add_argument("--shape", choices=SHAPES, default="125m", help="size of the model (default: 125m)")
+    parser.add_argument(
+        "--shape",
+        default="125m",
+        metavar="SHAPES",
+        help=f"sizes of the model, with commas between them: any of {', '.join(SHAPES)}; or {ALL_SHAPES}, which is "
+        f"{','.join(PUBLISHED)} (default: 125m)",
+    )
     parser.add_argument("--what", default=",".join(PARTS), metavar="PARTS", help=PARTS_HELP)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and queries: rougher figures, sooner")
     parser.add_argument(
-        "--peers", action="store_true", help="also against transformers, on a GPT-2 and a Llama of the same shape"
+        "--peers",
+        action="store_true",
+        help="also against transformers, TransformerLens and lm-evaluation-harness (those that are installed; extra "
+        "[bench]), on a GPT-2 and a Llama of the same shape",
     )
     parser.add_argument(
-        "--write-docs", action="store_true", help="write the shape's part of docs/benchmark.md, and its plot"
+        "--write-docs", action="store_true", help="write each shape's part of docs/benchmark.md, and its plot"
     )
     return parser.parse_args(argv)
 
@@ -89,7 +115,9 @@ def run(
     if "memory" in parts:
         measure_memory(findings, shape, say)
     if SCALE in parts:
-        measure_experiment(findings, shape, 20 if quick else 100, say)
+        measure_scale(findings, shape, 20 if quick else 100, say)
+    if EXPERIMENT in parts:
+        measure_experiment(findings, shape, say)
     return findings
 
 
@@ -104,6 +132,9 @@ def measure_in_process(
     if settings:
         say("scoring")
         measure_scoring(findings, shape, model, prompts, settings, rounds, sample)
+    if "opening" in parts:
+        say("queries that begin alike")
+        measure_opening(findings, shape, model, rounds)
     if "metrics" in parts:
         say("metrics and records")
         measure_metrics(findings, shape, model, prompts, rounds, sample)
@@ -113,8 +144,8 @@ def measure_in_process(
         check_training(findings, shape, model, methods)
         measure_training(findings, shape, model, methods, 3 * rounds)
     if "sweep" in parts:
-        say("cost a query as prompts and queries grow")
-        measure_growth(findings, shape, model, rounds)
+        say("cost as prompts, queries, labels, models and validation sets grow")
+        measure_growth(findings, shape, model, rounds, quick)
     if "pipeline" in parts:
         say("whole pipeline")
         size = QUICK_VALIDATION_SIZE if quick else VALIDATION_SIZE

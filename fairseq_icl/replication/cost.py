@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_icl.models.files import ModelFiles
-from fairseq_icl.models.pretrained_lm import DTYPES
+from fairseq_icl.models.pretrained_lm import DTYPES, MAPPED_BYTES
 from fairseq_icl.operations import DecoderSizes, Work
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell
@@ -203,7 +203,7 @@ def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[
     query = max(len(q.inputs[0]) for p in prompts for q in p.queries) + 1
     settings = 4 if any(get_method(cell.method).compares for cell in cells) else 3
     observed_numbers = queries * layers * (settings * (2 * width + sizes.heads * query) + context)
-    loading = 6 * sizes.weights  # in fp32, and the file in half precision mapped beside them
+    loading = 4 * sizes.weights + MAPPED_BYTES  # in fp32, and what is mapped of the file
     size = 4 if any(cell.settings.precision == "fp32" for cell in cells) else 2  # bytes of a number in the model
     masters = 0 if size == 4 else 4 * 2 * learning  # fp32 copies of what learns, and of its gradient
     computing = size * (sizes.weights + 2 * learning + max(training, prefix)) + masters

@@ -111,14 +111,19 @@ def _clock() -> float:
 def observing(
     sizes: DecoderSizes, prompts: Prompts, prefix: int, *, by_depth: bool = True, linearized: bool = False
 ) -> Work:
-    """Passes over all queries in batches, after BOS, or on the keys of a prefix of so many tokens, which runs once."""
-    work = sizes.forward(prefix, prefix**2 / 2) + Work({"calls": QUERY_CALLS * len(prompts.queries)})
+    """Passes over all queries in batches, after BOS or a prefix of so many tokens.
+
+    That and what all queries begin with run once, but in a linearized model, which shares nothing.
+    """
+    stem = 0 if linearized else (prefix or len(prompts.start)) + len(prompts.opening)
+    more = len(prompts.start) if linearized else -len(prompts.opening)
+    work = sizes.forward(stem, stem**2 / 2) + Work({"calls": QUERY_CALLS * len(prompts.queries)})
     batches = [[prompts.queries[index] for index in batch] for batch in plan_batches(prompts.queries)]
     for batch in filter(None, (*batches, prompts.content_free)):
         layout = lay_out(batch, prompts.settings.position)
-        length = max(map(len, layout.sequences)) + (0 if prefix else len(prompts.start))
+        length = max(map(len, layout.sequences)) + more
         rows, logits = len(layout.sequences) * length, len(layout.logit_sequence)
-        work += sizes.forward(rows, rows * (prefix + length / 2)) + sizes.unembedding(logits)
+        work += sizes.forward(rows, rows * (stem + length / 2), read=logits) + sizes.unembedding(logits)
         if by_depth and logits > len(batch):  # labels of several tokens need all logits of every layer
             work += times(sizes.layers - 1, sizes.unembedding(logits))
         if prompts.settings.queries == "train" and not prefix:  # the fine-tuning loss of the queries

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit, SweepPoint
+from fairseq_icl.bench.report import PREAMBLE, BenchFindings, BenchRow, Limit
+from fairseq_icl.bench.sweeps import SweepPoint
 
 ROWS = [
     BenchRow("ICL scoring", 0.5, 20.0, gemm_share=0.61),
@@ -50,8 +51,20 @@ def test_page_and_plot_are_written(tmp_path: Path) -> None:
     page = page.partition("<!-- end of tiny -->")[0]
     assert "Made by `fairseq-icl bench`." in page
     assert "![cost per query](benchmark_tiny.png)" in page
-    assert page.count("\n| ") == 2 * (1 + 2)  # header and rows of two tables
+    assert page.count("\n| ") == 2 * (1 + 2) + 1  # header and rows of two tables, and a row of exponents
     assert (tmp_path / "benchmark_tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_preamble_is_made_anew_and_other_parts_stay(tmp_path: Path) -> None:
+    (tmp_path / "benchmark.md").write_text("# An old preamble\n\n<!-- tiny -->\nold\n<!-- end of tiny -->\n")
+    BenchFindings("large", "a title", ROWS).write(tmp_path, "fairseq-icl bench")
+    page = (tmp_path / "benchmark.md").read_text()
+    assert page.startswith(PREAMBLE + "<!-- tiny -->\nold\n<!-- end of tiny -->\n<!-- large -->")
+
+
+def test_page_in_the_repository_starts_with_the_preamble() -> None:
+    page = Path(__file__).parents[2] / "docs" / "benchmark.md"
+    assert page.read_text().startswith(PREAMBLE + "<!-- ")
 
 
 def test_no_plot_without_a_sweep(tmp_path: Path) -> None:
