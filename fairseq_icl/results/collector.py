@@ -10,6 +10,7 @@ second's (FT's) divided by the first's (ICL's). It has means only, no rows for s
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+COMPARED = 64
+"""Examples that metrics see at once: so their memory does not grow with the validation set."""
 TRAINING_EXAMPLES = 100  # the authors look at attention to training tokens for the first 100 examples
 
 
@@ -62,7 +65,10 @@ def compare(
     recorded = getattr(ft, "training_queries", None)
     if recorded and any("attention" in metric.needs for metric in collector.metrics.values()):
         collector.training = training_tokens(prompts, recorded)
-    collector.add(torch.arange(len(zsl)), zsl, icl, ft, other_ft=other_ft, weights=weights)
+    for examples in torch.arange(len(zsl)).split(COMPARED):  # what metrics make in between is several times their input
+        parts = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
+        some = None if weights is None else replace(weights, ft=weights.ft[examples])
+        collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
     method = "none" if ft is None else ft.method
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 

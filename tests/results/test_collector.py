@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fairseq_icl.metrics import default_names
 from fairseq_icl.metrics.training_attention import TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import COLUMNS
+from fairseq_icl.results import collector as collector_module
 from fairseq_icl.results.collector import Collector, compare
 from fairseq_icl.settings import Settings
 from tests.metrics.observations import random_observation, triples
@@ -240,6 +242,18 @@ def test_compare_with_chosen_metrics_a_second_model_and_weights():
     table = compare(prompts_of(), zsl, icl, ft, other_ft=other, metrics=metrics, weights=weights)
     measured = set(table.dropna(subset=["low"])["metric"])
     assert {name.removesuffix("_f2t").removeprefix("length_ratio_") for name in measured} == set(metrics)
+
+
+def test_sets_are_compared_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch):
+    zsl, icl, ft, other = (random_observation(seed, n=11) for seed in range(4))
+    weights = WeightUpdates(torch.randn(3, 2, 4, 4), torch.randn(11, 3, 2, 4, 4))
+    recorded = {8: torch.randn(3, 1 + 3, 8), 7: torch.randn(3, 1 + 4, 8)}
+    given = prompts_of(), zsl, icl, replace(ft, training_queries=recorded)
+    metrics = [*default_names(Settings()), "alpha", "sim_weights"]
+    expected = compare(*given, other_ft=other, metrics=metrics, weights=weights)
+    for size in (1, 4, 11):
+        monkeypatch.setattr(collector_module, "COMPARED", size)
+        pd.testing.assert_frame_equal(compare(*given, other_ft=other, metrics=metrics, weights=weights), expected)
 
 
 def test_a_length_ratio_stands_beside_every_cosine_of_two_measured_vectors():
