@@ -4,7 +4,6 @@ What cells share is counted once, as the engine does it. Times come from the ope
 this machine at such operations (effort.py): no model is loaded or run. The prompts are built: their lengths count.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fairseq_icl.models.pretrained_lm import DTYPES, MAPPED_BYTES
 from fairseq_icl.operations import DecoderSizes, Work
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell
-from fairseq_icl.replication.effort import Machine, fine_tuning, measuring, observing, watching
+from fairseq_icl.replication.effort import Machine, clock, fine_tuning, measuring, observing, watching
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.stand_in import find_model, shape_of
 from fairseq_icl.replication.store import Store
@@ -104,8 +103,8 @@ def estimate(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Cost:
 
 def _built(cell: Cell, files: ModelFiles, data: Path) -> tuple[Prompts, float]:
     """The cell's prompts, and the seconds that building them took; the tokenizer is there before."""
-    writing, start = files.writing, time.perf_counter()
-    return build_prompts(cell.spec, data, writing, cell.settings), time.perf_counter() - start
+    writing, start = files.writing, clock()
+    return build_prompts(cell.spec, data, writing, cell.settings), clock() - start
 
 
 def _work(stage: Stage, settings: Settings, sizes: DecoderSizes, prompts: Prompts) -> Work:

@@ -91,15 +91,15 @@ class Machine:
 def _mean_seconds(works: Sequence[Callable[[], object]]) -> float:
     """Mean time of the given works, each done at least once, for `MEASURED_SECONDS`."""
     works[0]()
-    start, count = _clock(), 0
-    while not count or _clock() - start < MEASURED_SECONDS:
+    start, count = clock(), 0
+    while not count or clock() - start < MEASURED_SECONDS:
         for work in works:
             work()
         count += len(works)
-    return (_clock() - start) / count
+    return (clock() - start) / count
 
 
-def _clock() -> float:
+def clock() -> float:
     """Processor time of a single thread, which other programs hardly disturb; with several threads, or a GPU, time."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
