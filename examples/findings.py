@@ -1,6 +1,6 @@
 """The tables of docs/findings.md, from the results folders of the runs that the page names.
 
-    python -m examples.findings --runs DEUTCH LINEARIZED AUDIT --page docs/findings.md
+    python -m examples.findings --runs DEUTCH LINEARIZED STABILITY AUDIT --page docs/findings.md
 
 writes what is in the folders between the marks of the page; what is not there yet is left out. Means and standard
 deviations are over seeds. The verdicts and figures are those that `fairseq-icl report DEUTCH` wrote. The numbers of
@@ -19,6 +19,7 @@ from fairseq_icl.files import with_part, write_atomically
 from fairseq_icl.replication.report.run import IDENTITY, load_run
 
 COLUMNS = [*IDENTITY, "seed", "permutation", "metric", "value", "key"]
+MOVED = "perturbation="
 DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
 FIGURES = ("over_tasks", "layers_sim_aou_norm", "partition")
 ANSWERS = {
@@ -52,6 +53,7 @@ def main() -> None:
     summary = summary.reset_index()
     report = arguments.runs[0] / "report"
     parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(summary)]
+    parts.append(stability(summary))
     parts += [verdicts(report / "verdicts.csv"), *figures(report / "figures", arguments.page)]
     text = "\n\n".join(part for part in parts if part)
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
@@ -68,8 +70,9 @@ def cell_values(runs: Sequence[Path]) -> pd.DataFrame:
 def with_earlier(values: pd.DataFrame, path: Path) -> pd.DataFrame:
     """The values, and those that `path` has of other cells; all of them are there afterwards."""
     if path.is_file():
-        values = pd.concat([pd.read_csv(path, keep_default_na=False), values], ignore_index=True)
-    values = values.drop_duplicates(COLUMNS[:-2], keep="last").sort_values(COLUMNS[:-2], ignore_index=True)
+        values = pd.concat([values, pd.read_csv(path, keep_default_na=False)], ignore_index=True)
+    # Where two folders have the same cell, the first one's counts.
+    values = values.drop_duplicates(COLUMNS[:-2]).sort_values(COLUMNS[:-2], ignore_index=True)
     write_atomically(path, values.to_csv(index=False, lineterminator="\n"))
     return values
 
@@ -122,9 +125,23 @@ def linearized(summary: pd.DataFrame) -> str:
     return table("### Linearized fine-tuning", lines) if any(map(known, lines)) else ""
 
 
+def stability(summary: pd.DataFrame) -> str:
+    """The same cell with every weight moved by one unit in the last place, in several draws."""
+    moved = summary[summary["variant"].str.startswith(MOVED)]
+    draws = sorted(moved["variant"].unique())
+    lines = [
+        (f"{name}, {method}", *(number(moved[moved["variant"] == draw], method, metric, "sst2") for draw in draws))
+        for metric, name in ({"auc_ft": "AUC, fine-tuned"} | SIMILARITIES).items()
+        for method in ("gd", "lcgd")
+    ]
+    title = "### How much of it is rounding (SST-2, one seed)"
+    return table(title, lines, [f"draw {draw.removeprefix(MOVED)}" for draw in draws]) if draws else ""
+
+
 def audit(summary: pd.DataFrame) -> str:
     """Every difference between the authors' code and the papers' text, one at a time."""
-    variants = summary[(summary["init"] == "pretrained") & (summary["method"] == "gd") & (summary["variant"] != "")]
+    summary = summary[(summary["init"] == "pretrained") & ~summary["variant"].str.startswith(MOVED)]
+    variants = summary[(summary["method"] == "gd") & (summary["variant"] != "")]
     if variants.empty:
         return ""
     datasets = list(dict.fromkeys(variants["dataset"]))
