@@ -49,10 +49,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, required=True)
     arguments = parser.parse_args()
     values = with_earlier(cell_values(arguments.runs), arguments.page.with_suffix(".csv"))
-    summary = values.groupby([*IDENTITY, "metric"], sort=False)["value"].agg(mean="mean", sd="std", runs="size")
-    summary = summary.reset_index()
+    summary = summarised(values)
     report = arguments.runs[0] / "report"
-    parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(summary)]
+    parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(values)]
     parts.append(stability(summary))
     parts += [verdicts(report / "verdicts.csv"), *figures(report / "figures", arguments.page)]
     text = "\n\n".join(part for part in parts if part)
@@ -65,6 +64,12 @@ def cell_values(runs: Sequence[Path]) -> pd.DataFrame:
     metrics |= {*SIMILARITIES, "alpha"}
     values = pd.concat([load_run(run).values for run in runs], ignore_index=True)
     return values[values["layer"].isna() & values["metric"].isin(metrics)][COLUMNS].round({"value": 6})
+
+
+def summarised(values: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation over seeds, and how many they are."""
+    groups = values.groupby([*IDENTITY, "metric"], sort=False)["value"]
+    return groups.agg(mean="mean", sd="std", runs="size").reset_index()
 
 
 def with_earlier(values: pd.DataFrame, path: Path) -> pd.DataFrame:
@@ -138,12 +143,14 @@ def stability(summary: pd.DataFrame) -> str:
     return table(title, lines, [f"draw {draw.removeprefix(MOVED)}" for draw in draws]) if draws else ""
 
 
-def audit(summary: pd.DataFrame) -> str:
-    """Every difference between the authors' code and the papers' text, one at a time."""
-    summary = summary[(summary["init"] == "pretrained") & ~summary["variant"].str.startswith(MOVED)]
-    variants = summary[(summary["method"] == "gd") & (summary["variant"] != "")]
+def audit(values: pd.DataFrame) -> str:
+    """Every difference between the authors' code and the papers' text, one at a time, on the seeds that have them."""
+    plain = values[(values["init"] == "pretrained") & (values["method"] == "gd")]
+    plain = plain[~plain["variant"].str.startswith(MOVED)]
+    variants = plain[plain["variant"] != ""]
     if variants.empty:
         return ""
+    summary = summarised(plain.merge(variants[["dataset", "seed", "permutation"]].drop_duplicates()))
     datasets = list(dict.fromkeys(variants["dataset"]))
     lines = []
     for variant in ["", *dict.fromkeys(variants["variant"])]:
