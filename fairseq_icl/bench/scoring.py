@@ -89,7 +89,7 @@ def measure_opening(findings: BenchFindings, shape: Shape, model: Model, rounds:
 
     One query that begins otherwise is enough for nothing to be shared.
     """
-    plain = random_prompts(shape, num_demonstrations=8, query_tokens=AGNEWS_TOKENS - AGNEWS_OPENING, num_queries=40)
+    plain = random_prompts(shape, num_demonstrations=8, query_tokens=AGNEWS_TOKENS - AGNEWS_OPENING, num_queries=16)
     opening = plain.context[-AGNEWS_OPENING:]
     queries = [replace(query, inputs=((*opening, *query.inputs[0]),) * 2) for query in plain.queries]
     other = replace(queries[0], inputs=((opening[-1] ^ 1, *queries[0].inputs[0][1:]),) * 2)
@@ -99,7 +99,7 @@ def measure_opening(findings: BenchFindings, shape: Shape, model: Model, rounds:
         assert [len(observer.opening) >= AGNEWS_OPENING for observer in observers] == [True, False]
         for observer in observers:
             observer(observer.prompts.queries[:1])  # what is shared is there
-        best = interleave({str(n): partial(run_batches, observer) for n, observer in enumerate(observers)}, 2 * rounds)
+        best = interleave({str(n): partial(run_batches, observer) for n, observer in enumerate(observers)}, rounds)
         name = f"{'ICL' if in_context else 'ZSL'} scoring, {AGNEWS_OPENING} of {AGNEWS_TOKENS} tokens shared (AGNews)"
         row = BenchRow(f"{name}, against none shared", best["0"], best["1"])
         findings.rows.append(row)
