@@ -10,7 +10,7 @@ import torch
 
 from fairseq_icl.bench.measure import peak_of
 from fairseq_icl.bench.report import BenchFindings
-from fairseq_icl.bench.scoring import measure_metrics, measure_scoring
+from fairseq_icl.bench.scoring import measure_metrics, measure_opening, measure_scoring
 from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
 from fairseq_icl.bench.training import check_training, measure_training
 from fairseq_icl.bench.whole import measure_pipeline
@@ -53,6 +53,13 @@ def assert_unchanged(model: Model, before: dict[str, torch.Tensor]) -> None:
     """The model has the weights it had, to the bit, and the same ones learn."""
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.lm.named_parameters())
     assert len(model.lm.trained_names) == 4 * SHAPE.layers  # weights and biases of k and v
+
+
+def test_queries_that_begin_alike_are_held_against_none_shared(findings: BenchFindings, model: Model) -> None:
+    measure_opening(findings, SHAPE, model, rounds=2)
+    assert [row.what[:3] for row in findings.rows] == ["ZSL", "ICL"]
+    assert all(row.ratio is not None and row.ratio > 0.8 for row in findings.rows)
+    assert not findings.limits  # of published shapes alone
 
 
 def test_scoring_in_context_is_faster_and_equal(findings: BenchFindings, model: Model) -> None:
