@@ -13,6 +13,7 @@ from fairseq_icl.bench.experiment import measure_experiment, measure_scale
 from fairseq_icl.bench.growth import measure_growth
 from fairseq_icl.bench.measure import measure_memory
 from fairseq_icl.bench.peer_runs import measure_peers
+from fairseq_icl.bench.profile import measure_profile
 from fairseq_icl.bench.report import BenchFindings
 from fairseq_icl.bench.scoring import measure_metrics, measure_opening, measure_scoring
 from fairseq_icl.bench.shapes import PUBLISHED, SHAPES, VALIDATION_SIZE, Shape, model_of, random_prompts
@@ -132,6 +133,8 @@ def measure_in_process(
     if settings:
         say("scoring")
         measure_scoring(findings, shape, model, prompts, settings, rounds, sample)
+    if "icl" in parts:
+        measure_profile(findings, shape, model, prompts)
     if "opening" in parts:
         say("queries that begin alike")
         measure_opening(findings, shape, model, rounds)
