@@ -18,8 +18,6 @@ from fairseq_icl.prompts.build import Query
 MAX_TOKENS = 512
 """Rows that a batch gives to the matrix products: enough for their full speed on a processor (30 rows reach a third of
 it, 500 rows nine tenths), few enough that activations stay far below the weights in memory."""
-BATCH_ROWS = 16
-"""What a batch costs beside its rows, in rows: the weights come from memory once more. Measured at the 125M shape."""
 
 
 def plan_batches(
@@ -27,30 +25,20 @@ def plan_batches(
 ) -> list[list[int]]:
     """Indices of the queries, shortest first, in batches of at most `max_tokens` tokens (or of one query).
 
-    Of all ways to cut the sorted queries into batches the one with the fewest rows, padding and `BATCH_ROWS` included.
     The one batcher of the package: the same queries always meet in the same matrix products, so that a number does not
     depend on the door through which it was asked for.
     """
     lengths = [query.longest - 1 for query in queries]  # BOS is not counted
-    order = sorted(range(len(queries)), key=lambda index: (lengths[index], index))
-    sizes = [len(sequences_of(queries[index], "option0")) for index in order]
-    best: list[tuple[int, int]] = [(0, 0)] * (
-        len(order) + 1
-    )  # of the queries from here on: rows, end of the first batch
-    for start in reversed(range(len(order))):
-        num_sequences, choices = 0, []
-        for stop in range(start + 1, min(len(order), start + (max_queries or len(order))) + 1):
-            num_sequences += sizes[stop - 1]
-            rows = num_sequences * lengths[order[stop - 1]]
-            if rows > max_tokens and stop > start + 1:
-                break
-            choices.append((rows + BATCH_ROWS + best[stop][0], -stop))  # of equal ones the longest batch
-        rows, stop = min(choices)
-        best[start] = rows, -stop
-    batches, start = [], 0
-    while start < len(order):
-        batches.append(order[start : best[start][1]])
-        start = best[start][1]
+    batches: list[list[int]] = []
+    num_sequences = 0
+    for index in sorted(range(len(queries)), key=lambda index: (lengths[index], index)):
+        own = len(sequences_of(queries[index], "option0"))
+        num_sequences += own
+        is_full = bool(batches) and len(batches[-1]) == max_queries
+        if not batches or is_full or num_sequences * lengths[index] > max_tokens:
+            batches.append([])
+            num_sequences = own
+        batches[-1].append(index)
     return batches
 
 

@@ -9,7 +9,7 @@ from fairseq_icl.models.attention import Rule, set_rule
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing import Observer, observe
 from fairseq_icl.observing.last_layer import last_feed_forward_at
-from fairseq_icl.observing.layout import BATCH_ROWS, lay_out, plan_batches
+from fairseq_icl.observing.layout import lay_out
 from fairseq_icl.observing.prefix import run_prefix
 from fairseq_icl.prompts.build import Prompts, Query
 from tests.observing.test_observing import KINDS, POSITIONS, assert_same
@@ -141,11 +141,3 @@ def test_the_last_feed_forward_runs_where_it_is_read(kind: str) -> None:
     torch.testing.assert_close(found, expected)
     assert rows[-1] == (3,)
     assert not any("forward" in vars(module) for module in decoder.layers[-1].modules())
-
-
-def test_batches_have_the_fewest_rows_there_can_be() -> None:
-    queries = [Query(row, 0, ((5,) * length,) * 2, ((8,), (9,))) for row, length in enumerate([4] * 6 + [40] * 2)]
-    assert plan_batches(queries) == [[0, 1, 2, 3, 4, 5], [6, 7]]  # 6 * 36 rows of padding cost more than a batch
-    close = [replace(query, inputs=((5,) * (4 + query.row),) * 2) for query in queries[:2]]
-    assert plan_batches(close) == [[0, 1]]  # one row of padding costs less
-    assert BATCH_ROWS > 1

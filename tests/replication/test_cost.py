@@ -61,12 +61,14 @@ def test_times_are_told_as_people_say_them():
 
 def test_scoring_grows_with_layers_queries_and_the_prompt(prompts: Prompts):
     logits = len(prompts.queries) + len(prompts.content_free)  # labels of one token: one row of logits a query
-    plain, head = observing(SIZES, prompts, 0), 2 * logits * SIZES.vocabulary * SIZES.width
-    assert plain["logits"] == logits * SIZES.vocabulary
-    assert operations(observing(DEEP, prompts, 0)) - head == 2 * (operations(plain) - head)
+    plain, deep = observing(SIZES, prompts, 0), observing(DEEP, prompts, 0)
+    assert plain["logits"] == deep["logits"] == logits * SIZES.vocabulary
+    assert [deep[kind] for kind in ("attention", "tokens")] == [2 * plain[kind] for kind in ("attention", "tokens")]
     few = replace(prompts, content_free=())
     twice = replace(few, queries=tuple(q for q in few.queries for _ in range(2)))  # the same batches of twice the rows
-    assert operations(observing(SIZES, twice, 0)) == 2 * operations(observing(SIZES, few, 0))
+    shared = len(few.start) + len(few.opening)
+    once = operations(SIZES.forward(shared, shared**2 / 2))
+    assert operations(observing(SIZES, twice, 0)) - once == 2 * (operations(observing(SIZES, few, 0)) - once)
     short, long = (observing(SIZES, few, prefix) for prefix in (10, 20))
     assert long["tokens"] - short["tokens"] == 10 * SIZES.layers  # the prefix runs once, whatever the number of queries
 
