@@ -9,20 +9,19 @@ from fairseq_icl.bench.scoring import run_batches
 from fairseq_icl.bench.shapes import Shape
 from fairseq_icl.models import Model
 from fairseq_icl.observing import Observer
-from fairseq_icl.observing.layout import lay_out, plan_batches
 from fairseq_icl.prompts.build import Prompts
 
 KINDS = {
     "products with weights": ("aten::addmm", "aten::mm"),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::bmm"),
-    "activation and norms": ("aten::gelu", "aten::native_layer_norm"),
+    "activation and norms": ("aten::gelu", "aten::silu", "aten::native_layer_norm"),
     "copies": ("aten::copy_", "aten::index", "aten::cat", "aten::index_select"),
 }
 """Operators of torch whose own time is added up; what is left over is "the rest"."""
 
 
 def measure_profile(findings: BenchFindings, shape: Shape, model: Model, prompts: Prompts) -> None:
-    """A note: shares of the time of ICL scoring after the prefix, and the share of its rows that is padding."""
+    """A note: shares of the time of ICL scoring after the prefix."""
     observer = Observer(model, prompts, in_context=True)
     observer(prompts.queries[:2])  # the prefix is there
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -32,17 +31,4 @@ def measure_profile(findings: BenchFindings, shape: Shape, model: Model, prompts
     shares = Counter({kind: sum(times.get(name, 0.0) for name in names) / total for kind, names in KINDS.items()})
     shares["the rest"] = 1 - shares.total()
     parts = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in shares.items())
-    findings.notes.append(
-        f"Where ICL scoring spends its time (torch.profiler, {shape.name}): {parts}. Of the rows "
-        f"{padding(prompts):.1%} are padding, which is not counted as work."
-    )
-
-
-def padding(prompts: Prompts) -> float:
-    """Share of the rows of all batches that only fills up shorter sequences."""
-    filled = needed = 0
-    for batch in plan_batches(prompts.queries):
-        sequences = lay_out([prompts.queries[index] for index in batch], prompts.settings.position).sequences
-        lengths = [len(sequence) - len(prompts.opening) for sequence in sequences]
-        filled, needed = filled + len(lengths) * max(lengths), needed + sum(lengths)
-    return 1 - needed / filled
+    findings.notes.append(f"Where ICL scoring spends its time (torch.profiler, {shape.name}): {parts}.")

@@ -88,7 +88,7 @@ def rule_of(module: Any) -> Rule:
     return rule
 
 
-def projected(module: Any, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def projected(module: Any, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (scaled), keys and values of fairseq's attention, (B, H, T, D) each, for what it receives, x (T, B, d).
 
     Where x starts plays no part in it. They are views of (T, B, H, D): the products read x as it lies in memory, and
@@ -119,7 +119,7 @@ class RuledAttention(nn.Module):
         self.k_proj, self.v_proj, self.q_proj = plain.k_proj, plain.v_proj, plain.q_proj
         self.out_proj = plain.out_proj
 
-    def queries_keys_values(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of x (T, B, d): (B, H, T, D) each; `start`, the position, plays no part."""
         return projected(self, x, start)
 

@@ -71,20 +71,28 @@ class RotaryTable:
         self.rotation = rotation
         self._angles = torch.empty(2, 0, rotation.dim // 2)
 
-    def rows(self, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions start to stop - 1, of type and device of `like`: (stop - start, dim / 2)"""
+    def rows(self, start: int | Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of `length` positions from `start` on, of type and device of `like`: (length, dim / 2).
+
+        With a start (B,) for each sequence: (B, 1, length, dim / 2).
+        """
+        stop = int(torch.as_tensor(start).max()) + length
         if stop > self._angles.size(1):
             # An inference tensor would be kept here and could not be used for training later.
             with torch.inference_mode(False), torch.no_grad():
                 length = max(stop, 2 * self._angles.size(1))
                 angles = torch.arange(length, dtype=torch.float)[:, None] * self.rotation.frequencies()
                 self._angles = torch.stack([angles.cos(), angles.sin()])
-        cos, sin = self._angles[:, start:stop].to(like)
+        places = slice(start, stop) if isinstance(start, int) else start[:, None, None] + torch.arange(length)
+        cos, sin = self._angles[:, places].to(like)
         return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) with dimensions i and i + dim/2 of the first `dim` turned as a pair; cos, sin (T, dim / 2)."""
+    """x (B, H, T, D) with dimensions i and i + dim/2 of the first `dim` turned as a pair.
+
+    cos, sin: (T, dim / 2), or (B, 1, T, dim / 2).
+    """
     half = cos.size(-1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
@@ -154,9 +162,10 @@ class RotaryAttention(nn.Module):
         self.q_norm = _norm(config, self.head_dim) if config.query_key_norm else None
         self.k_norm = _norm(config, self.head_dim) if config.query_key_norm else None
 
-    def queries_keys_values(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of x (T, B, d) whose first token has position `start`: (B, H, T, D) each.
 
+        `start` is one for all sequences, or one each, (B,).
         Normed where the model does so, rotated, and key/value heads repeated for every query head: a score is
         query . key and nothing else.
         """
@@ -166,7 +175,7 @@ class RotaryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # (B, H, T, D)
-        cos, sin = self.table.rows(start, start + x.size(0), query)
+        cos, sin = self.table.rows(start, x.size(0), query)
         query, key = rotate(query, cos, sin) * self.scaling, rotate(key, cos, sin)
         groups = self.num_heads // self.num_key_value_heads
         return query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

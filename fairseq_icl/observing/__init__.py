@@ -20,7 +20,7 @@ from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.observing.depth import inner_features, scores_by_depth
 from fairseq_icl.observing.last_layer import last_feed_forward_at
-from fairseq_icl.observing.layout import Layout, filled_up, lay_out, plan_batches
+from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Observation, concatenate
 from fairseq_icl.observing.prefix import (
     Prefix,
@@ -249,16 +249,20 @@ def _on_stem(
     decoder: Any, layout: Layout, stem: Prefix, context: Tokens, context_row: bool, by_depth: bool
 ) -> Callable[[], Seen]:
     """The pass on what the queries share: only the tokens after the stem, of which `layout` is."""
-    tokens = layout.tokens().to(next(decoder.parameters()).device)
-    rows = (layout.logit_sequence, layout.logit_position)
-    start = len(context)
+    packed, start = Packed.of(layout.sequences), len(context)
+    rows = packed.row(layout.logit_sequence, layout.logit_position)
+    recorded = packed.row(layout.recorded_sequence, layout.recorded_position)
+    past = packed.past(layout.recorded_sequence, layout.recorded_position)
+
+    def at(rows: Tensor) -> tuple[Tensor, Tensor]:  # in the pass every token is a sequence of its own
+        return rows, torch.zeros_like(rows)
 
     def run() -> Seen:
-        probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position, start=stem.length)
-        with probe, last_feed_forward_at(decoder, *rows):
-            features, states = features_on_prefix(decoder, tokens, stem)
-        logits = decoder.output_layer(features[rows])
-        inner = inner_features(decoder, states, *rows) if by_depth else None
+        probe = AttentionProbe(decoder, *at(recorded), past=at(past))
+        with probe, last_feed_forward_at(decoder, *at(rows)):
+            features, states = features_on_prefix(decoder, packed, stem)
+        logits = decoder.output_layer(features[at(rows)])
+        inner = inner_features(decoder, states, *at(rows)) if by_depth else None
         record = probe.record()
         opening = stem.scores_by_head(record.query, start)
         own = record._replace(scores=torch.cat([opening, record.scores], dim=3))

@@ -28,18 +28,49 @@ def plan_batches(
     The one batcher of the package: the same queries always meet in the same matrix products, so that a number does not
     depend on the door through which it was asked for.
     """
-    lengths = [query.longest - 1 for query in queries]  # BOS is not counted
     batches: list[list[int]] = []
-    num_sequences = 0
-    for index in sorted(range(len(queries)), key=lambda index: (lengths[index], index)):
-        own = len(sequences_of(queries[index], "option0"))
-        num_sequences += own
+    tokens = 0
+    for index in sorted(range(len(queries)), key=lambda index: (queries[index].longest, index)):
+        own = sum(map(len, sequences_of(queries[index], "option0")))
+        tokens += own
         is_full = bool(batches) and len(batches[-1]) == max_queries
-        if not batches or is_full or num_sequences * lengths[index] > max_tokens:
+        if not batches or is_full or tokens > max_tokens:
             batches.append([])
-            num_sequences = own
+            tokens = own
         batches[-1].append(index)
     return batches
+
+
+@dataclass(frozen=True)
+class Packed:
+    """B sequences one after the other, shortest first: N tokens in all, and nothing that only fills up."""
+
+    tokens: Tensor  # (N,)
+    position: Tensor  # (N,) of each token in its sequence
+    first: Tensor  # (B,) where each sequence begins; in the order in which they were given
+    groups: tuple[tuple[int, int], ...]  # (sequences, length): neighbours of equal length
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]]) -> "Packed":
+        """The sequences packed."""
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        order = lengths.argsort(stable=True)
+        sorted_lengths = lengths[order]
+        first = torch.empty_like(lengths)
+        first[order] = sorted_lengths.cumsum(0) - sorted_lengths
+        tokens = torch.tensor([token for index in order.tolist() for token in sequences[index]])
+        position = torch.cat([torch.arange(length) for length in sorted_lengths.tolist()])
+        sizes, counts = (part.tolist() for part in sorted_lengths.unique_consecutive(return_counts=True))
+        return cls(tokens, position, first, tuple(zip(counts, sizes, strict=True)))
+
+    def row(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Where token `position` of a sequence is, both (n,): (n,)."""
+        return self.first[sequence] + position
+
+    def past(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Where the tokens of these sequences up to the given one are, (n, K); that one again where there are fewer."""
+        columns = torch.arange(int(position.max()) + 1)
+        return self.first[sequence, None] + columns.minimum(position[:, None])
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,17 @@ is the decoder's own code.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor
 
-from fairseq_icl.models.attention import decayed_sum, rule_of
+from fairseq_icl.models.attention import Rule, decayed_sum, rule_of
+from fairseq_icl.observing.last_layer import last_feed_forward_at
+from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import (
     Attention,
     at_least_single,
@@ -85,31 +89,42 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     """
     keys, values, momenta = list(prefix.keys), list(prefix.values), list(prefix.momenta)
+    last = len(keys) - 1
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
-        start = keys[layer].size(1)
-        output, key, value = joint_attention(module, x, start, keys[layer], values[layer], momenta[layer])
+        before = keys[layer], values[layer], momenta[layer]
+        # Nobody reads what the last layer puts out: keys and values are made of what it receives.
+        output, key, value = joint_attention(module, x, piece, before[0].size(1), *before, attends=layer < last)
         if rule_of(module).momentum:
-            momenta[layer] = decayed_sum(value[0], rule_of(module).momentum, momenta[layer])[1]
-        keys[layer] = torch.cat([keys[layer], key[0]], dim=1)
-        values[layer] = torch.cat([values[layer], value[0]], dim=1)
+            momenta[layer] = decayed_sum(value, rule_of(module).momentum, momenta[layer])[1]
+        keys[layer] = torch.cat([keys[layer], key], dim=1)
+        values[layer] = torch.cat([values[layer], value], dim=1)
         return output
 
-    tokens = torch.tensor([more], device=keys[0].device)
+    nowhere = torch.empty(0, dtype=torch.long)
     for start in range(0, len(more), PIECE):
-        with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length + start):
-            decoder.extract_features(tokens[:, start : start + PIECE], None)
+        piece = Packed.of([more[start : start + PIECE]])
+        with last_feed_forward_at(decoder, nowhere, nowhere):
+            _run(decoder, piece, prefix.length + start, attend)
     return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
 
 
-def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> tuple[Tensor, list[Tensor]]:
-    """Decoder features (B, T, d) of sequences (B, T) that each follow the prefix, and its inner states, (T, B, d)."""
+def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix) -> tuple[Tensor, list[Tensor]]:
+    """Decoder features (N, 1, d) of sequences that each follow the prefix, and its inner states, (1, N, d)."""
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         seen = prefix.keys[layer], prefix.values[layer], prefix.momenta[layer]
-        return joint_attention(module, x, prefix.length, *seen)[0]
+        return joint_attention(module, x, packed, prefix.length, *seen)[0]
 
-    with _replaced_attention(decoder, attend), positions_from(decoder, prefix.length):
+    return _run(decoder, packed, prefix.length, attend)
+
+
+def _run(
+    decoder: Any, packed: Packed, start: int, attend: Callable[[Attention, int, Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The decoder on packed sequences from position `start` on: to it, every token is a sequence of its own."""
+    tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
+    with _replaced_attention(decoder, attend), positions_from(decoder, packed.position + start):
         features, extra = decoder.extract_features(tokens, None)
     return features, extra["inner_states"]
 
@@ -117,30 +132,73 @@ def features_on_prefix(decoder: Any, tokens: Tensor, prefix: Prefix) -> tuple[Te
 def joint_attention(
     module: Attention,
     x: Tensor,
+    packed: Packed,
     start: int,
     prefix_keys: Tensor,
     prefix_values: Tensor,
     momentum: Tensor | None = None,
+    *,
+    attends: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of x (T, B, d) to (prefix, own past) with its output projection; also own keys and values (B, H, T, D).
+    """Attention of x (1, N, d) to (prefix, own past) with its output projection; also own keys and values (H, N, D).
 
     `start` is the length of the prefix, `momentum` (H, 1, D) the decayed sum of its values, if the model has one.
+    Without `attends` keys and values alone are made, and the output is zero.
     """
-    query, key, value = queries_keys_values(module, x, start)  # (B, H, T, D) each
-    rule = rule_of(module)
+    parts = queries_keys_values(module, x, packed.position + start)  # (N, H, 1, D) each
+    query, key, value = (part[:, :, 0] for part in parts)  # (N, H, D)
+    output = torch.zeros_like(x)
+    if attends:
+        attended = _attended(rule_of(module), query, key, value, packed, prefix_keys, prefix_values, momentum)
+        output = module.out_proj(attended.flatten(1))[None]
+    return output, key.transpose(0, 1), value.transpose(0, 1)
+
+
+def _attended(
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    momentum: Tensor | None,
+) -> Tensor:
+    """What the heads put out, (N, H, D), of queries, keys and values of that shape."""
     if rule.linear:  # nothing normalises over both parts: they add
-        own = (query @ key.transpose(2, 3)).tril() @ value
-        attended = (query @ prefix_keys.transpose(1, 2)) @ prefix_values + own
+        own = _by_sequence(lambda q, k, v: ((q @ k.transpose(2, 3)).tril() @ v,), packed, query, key, value)[0]
+        seen = (query.transpose(0, 1) @ prefix_keys.transpose(1, 2)) @ prefix_values  # (H, N, D)
+        attended = seen.transpose(0, 1) + own
     else:
-        attended = joint_softmax(query, key, value, prefix_keys, prefix_values)
+        attended = joint_softmax(query, key, value, packed, prefix_keys, prefix_values)
     if rule.momentum:
-        state = None if momentum is None else momentum.expand(x.size(1), -1, -1, -1)
-        attended = attended + decayed_sum(value, rule.momentum, state)[0]
-    return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), key, value
+
+        def add_up(values: Tensor) -> tuple[Tensor]:
+            state = None if momentum is None else momentum.expand(len(values), -1, -1, -1)
+            return (decayed_sum(values, rule.momentum, state)[0],)
+
+        attended = attended + _by_sequence(add_up, packed, value)[0]
+    return attended
 
 
-def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor, prefix_values: Tensor) -> Tensor:
-    """Softmax attention of tokens (B, H, T, D) to a prefix (H, P, D) and to their own past: (B, H, T, D).
+def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *parts: Tensor) -> tuple[Tensor, ...]:
+    """What `function` makes of sequences, (B, H, T, ...) -> (B, H, T, ...), packed again: (N, H, ...) -> (N, H, ...).
+
+    Sequences of one length go through it together, as views of where they lie.
+    """
+    results, start = [], 0
+    for count, length in packed.groups:
+        stop = start + count * length
+        given = (part[start:stop].unflatten(0, (count, length)).transpose(1, 2) for part in parts)
+        results.append([result.transpose(1, 2).flatten(0, 1) for result in function(*given)])
+        start = stop
+    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def joint_softmax(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, prefix_keys: Tensor, prefix_values: Tensor
+) -> Tensor:
+    """Softmax attention of packed tokens (N, H, D) to a prefix (H, P, D) and to their own past: (N, H, D).
 
     Each part by itself first, with the logarithm of its softmax's denominator: the share of a part in the whole is its
     share of the two denominators' sum. The prefix meets the rows of all queries at once, never a copy of it for each.
@@ -150,14 +208,12 @@ def joint_softmax(query: Tensor, key: Tensor, value: Tensor, prefix_keys: Tensor
     query, key, value, prefix_keys, prefix_values = map(
         at_least_single, (query, key, value, prefix_keys, prefix_values)
     )
-    own, own_total = softmax_attention(query, key, value, causal=True)
+    own, own_total = _by_sequence(partial(softmax_attention, causal=True), packed, query, key, value)
     if prefix_keys.size(1) == 0:
         return own.to(given)
-    batch, _, length, _ = query.shape
-    rows = query.permute(1, 2, 0, 3).flatten(1, 2)  # (H, T * B, D): in this order a view, see `projected`
-    seen, total = softmax_attention(rows[None], prefix_keys[None], prefix_values[None], causal=False)
-    seen = seen[0].unflatten(1, (length, batch)).permute(2, 0, 1, 3)  # (B, H, T, D)
-    total = total[0].unflatten(1, (length, batch)).permute(2, 0, 1)  # (B, H, T)
+    rows = query.transpose(0, 1)[None]  # (1, H, N, D)
+    seen, total = softmax_attention(rows, prefix_keys[None], prefix_values[None], causal=False)
+    seen, total = seen[0].transpose(0, 1), total[0].T  # (N, H, D), (N, H)
     return torch.lerp(seen, own, torch.sigmoid(own_total - total)[..., None]).to(given)
 
 
@@ -185,8 +241,8 @@ def attention_by_formula(query: Tensor, key: Tensor, value: Tensor, *, causal: b
 
 
 @contextmanager
-def positions_from(decoder: Any, start: int) -> Iterator[None]:
-    """Make the decoder number the positions of its tokens from `start`.
+def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
+    """Make the decoder number the positions of its tokens from `start`; one for all sequences or one each, (B,).
 
     Reads the rows of the table directly: fairseq's sinusoidal module cannot run under functorch, and neither it nor
     the learned one takes an offset. A decoder without such a table (rotary positions) gets its offset elsewhere.
@@ -197,14 +253,14 @@ def positions_from(decoder: Any, start: int) -> Iterator[None]:
         return
 
     def forward(tokens: Tensor, **_: object) -> Tensor:
-        first = embedding.padding_idx + 1 + start
-        stop = first + tokens.size(1)
+        first = torch.as_tensor(start)[..., None] + embedding.padding_idx + 1
+        places = (first + torch.arange(tokens.size(1))).expand(tokens.size(0), -1)  # (B, T)
         if not isinstance(embedding, SinusoidalPositionalEmbedding):
-            return embedding.weight[first:stop].expand(tokens.size(0), -1, -1)
-        table = embedding.weights
+            return F.embedding(places.to(embedding.weight.device), embedding.weight)
+        table, stop = embedding.weights, int(places.max()) + 1
         if stop > table.size(0):
             table = embedding.get_embedding(stop, embedding.embedding_dim, embedding.padding_idx).to(table)
-        return table[first:stop].expand(tokens.size(0), -1, -1)
+        return table[places.to(table.device)]
 
     embedding.forward = forward
     try:

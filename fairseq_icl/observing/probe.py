@@ -41,10 +41,11 @@ def is_plain(module: Attention) -> bool:
     )
 
 
-def queries_keys_values(module: Attention, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def queries_keys_values(module: Attention, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The one question that a family of models must answer: queries (scaled), keys and values, each (B, H, T, D).
 
-    `x` (T, B, d) is what the module receives, `start` the number of positions before it (for rotary positions).
+    `x` (T, B, d) is what the module receives, `start` the number of positions before it (for rotary positions), one for
+    all sequences or one each, (B,).
     Another family's module has a method of this name; fairseq's own does not care about positions.
     """
     if hasattr(module, "queries_keys_values"):
@@ -77,12 +78,17 @@ class AttentionProbe:
     Token i is number `positions[i]` of sequence `sequences[i]` of the batch. `record()` gives what was seen.
     """
 
-    def __init__(self, decoder: nn.Module, sequences: Tensor, positions: Tensor, start: int = 0) -> None:
-        """`start`: number of positions before the first token of the batch (those of a shared prefix)."""
+    def __init__(
+        self, decoder: nn.Module, sequences: Tensor, positions: Tensor, past: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """`past`: the tokens that each is scored with, as sequences and positions, (n, K) each or broadcasting to it.
+
+        By default all tokens of its sequence.
+        """
         self.modules = attention_modules(decoder)
-        self.start = start
         self.sequences = sequences  # (n,)
         self.positions = positions  # (n,)
+        self.past = past
         self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
         self._projected: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._open = ExitStack()
@@ -104,15 +110,16 @@ class AttentionProbe:
     def _look(self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> None:
         x = _input(args, kwargs)  # (T, B, d)
         output = result[0][self.positions, self.sequences]  # (n, d)
+        sequences, positions = self.past or (self.sequences[:, None], torch.arange(x.size(0)))
         projections = self._projected.pop(module, None)
         # In half precision keys are formed and rounded as in the model itself; the shorter way would round elsewhere.
         if projections is None and isinstance(module, MultiheadAttention) and not is_half(x):
             query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
-            scores = key_scores(module, query, x[:, self.sequences])
+            scores = key_scores(module, query, x[positions, sequences])
         else:
-            queries, keys = projections or queries_keys_values(module, x, self.start)[:2]
+            queries, keys = projections or queries_keys_values(module, x, 0)[:2]
             query = queries[self.sequences, :, self.positions]  # (n, H, D)
-            scores = torch.einsum("nhd,nhkd->nhk", query, keys[self.sequences])
+            scores = torch.einsum("nhd,nkhd->nhk", query, keys[sequences, :, positions])
             query = query.flatten(1)
         self._seen[module] = (output, query, scores)
 
@@ -122,7 +129,7 @@ class AttentionProbe:
         is_fairseqs = isinstance(module, MultiheadAttention)
         answer = partial(projected, module) if is_fairseqs else module.queries_keys_values
 
-        def remembering(x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        def remembering(x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
             query, key, value = answer(x, start)
             self._projected[module] = query, key
             return query, key, value
@@ -143,12 +150,12 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Tensor:
     """Per head q . (W x + b) = (q W) . x + q . b, for each of n queries over its own K inputs x: (n, H, K).
 
-    `query` is (n, d), `inputs` (K, n, d). Multiplying in this order never forms the keys, which would cost as much
+    `query` is (n, d), `inputs` (n, K, d). Multiplying in this order never forms the keys, which would cost as much
     as the projection did in the model itself.
     """
     heads = query.unflatten(1, (module.num_heads, module.head_dim))  # (n, H, d/H)
     weight = module.k_proj.weight.unflatten(0, (module.num_heads, module.head_dim))  # (H, d/H, d)
-    scores = torch.einsum("nhd,knd->nhk", torch.einsum("nhe,hed->nhd", heads, weight), inputs)
+    scores = torch.einsum("nhd,nkd->nhk", torch.einsum("nhe,hed->nhd", heads, weight), inputs)
     if module.k_proj.bias is None:
         return scores
     bias = module.k_proj.bias.unflatten(0, (module.num_heads, module.head_dim))  # (H, d/H)

@@ -117,17 +117,20 @@ def observing(
     """
     stem = 0 if linearized else (prefix or len(prompts.start)) + len(prompts.opening)
     more = len(prompts.start) if linearized else -len(prompts.opening)
-    work = sizes.forward(stem, stem**2 / 2) + Work({"calls": QUERY_CALLS * len(prompts.queries)})
+    work = sizes.forward(stem, stem**2 / 2, read=0) + Work({"calls": QUERY_CALLS * len(prompts.queries)})
     batches = [[prompts.queries[index] for index in batch] for batch in plan_batches(prompts.queries)]
     for batch in filter(None, (*batches, prompts.content_free)):
         layout = lay_out(batch, prompts.settings.position)
-        length = max(map(len, layout.sequences)) + more
-        rows, logits = len(layout.sequences) * length, len(layout.logit_sequence)
-        work += sizes.forward(rows, rows * (stem + length / 2), read=logits) + sizes.unembedding(logits)
+        lengths = [len(sequence) + more for sequence in layout.sequences]
+        if linearized:  # runs whole prompts, filled up to the longest
+            lengths = [max(lengths)] * len(lengths)
+        rows, logits = sum(lengths), len(layout.logit_sequence)
+        scores = sum(length * (stem + length / 2) for length in lengths)
+        work += sizes.forward(rows, scores, read=logits) + sizes.unembedding(logits)
         if by_depth and logits > len(batch):  # labels of several tokens need all logits of every layer
             work += times(sizes.layers - 1, sizes.unembedding(logits))
         if prompts.settings.queries == "train" and not prefix:  # the fine-tuning loss of the queries
-            work += sizes.forward(rows, rows * length / 2) + sizes.unembedding(rows)
+            work += sizes.forward(rows, sum(length**2 / 2 for length in lengths)) + sizes.unembedding(rows)
     return _linearized(work) if linearized else work
 
 

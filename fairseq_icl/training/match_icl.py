@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import at_least_single, attention_outputs
 from fairseq_icl.prompts.build import Prompts
@@ -72,8 +73,8 @@ def _in_context(decoder: Any, prompts: Prompts, prefix: Prefix | None, tokens: T
         context = torch.tensor([prompts.context], device=tokens.device)
         return _alone(decoder, torch.cat([context, own], dim=1))[:, len(prompts.context) :]
     with attention_outputs(decoder) as outputs:
-        features_on_prefix(decoder, own, prefix)
-    return torch.stack([output[:, 0] for output in outputs])
+        features_on_prefix(decoder, Packed.of(own.tolist()), prefix)
+    return torch.stack([output[0] for output in outputs])
 
 
 def _alone(decoder: Any, tokens: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fairseq_icl.models.attention_lm import AttentionLM, AttentionLMConfig, trai
 from fairseq_icl.models.files import load_dictionary
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
+from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import features_on_prefix, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import queries_keys_values
 from fairseq_icl.settings import OBSERVED, Settings
@@ -68,10 +69,12 @@ def test_shared_prefix_gives_what_the_whole_sequence_gives(family: str, rule: Ru
     with torch.no_grad():
         whole = decoder.extract_features(torch.cat([torch.tensor([context] * 2), queries], 1), None)[0][:, 10:]
         prefix = run_prefix(decoder, context)
-        torch.testing.assert_close(features_on_prefix(decoder, queries, prefix)[0], whole, rtol=1e-9, atol=1e-11)
+        packed = Packed.of(queries.tolist())
+        shared = features_on_prefix(decoder, packed, prefix)[0].view_as(whole)
+        torch.testing.assert_close(shared, whole, rtol=1e-9, atol=1e-11)
         if rule.momentum:  # the moving average is part of the prefix
             lost = type(prefix)(prefix.length, prefix.keys, prefix.values, (None,) * len(prefix.keys))
-            assert (features_on_prefix(decoder, queries, lost)[0] - whole).abs().max() > 1e-3
+            assert (features_on_prefix(decoder, packed, lost)[0].view_as(whole) - whole).abs().max() > 1e-3
 
 
 def test_an_ordinary_rule_leaves_fairseqs_own_attention():

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.rotary_lm import RotaryConfig, RotaryDecoder, Rotation
+from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import features_on_prefix, run_prefix, supports_prefix
 from fairseq_icl.training.layer_causal import layer_states
 
@@ -99,8 +100,9 @@ def test_a_shared_prefix_equals_the_whole_sequence(config: RotaryConfig) -> None
     assert supports_prefix(model)
     with torch.no_grad():
         whole = model.extract_features(batch)[0]
-        rest, _ = features_on_prefix(model, batch[:, cut:], run_prefix(model, batch[0, :cut].tolist()))
-    torch.testing.assert_close(rest, whole[:, cut:], rtol=0, atol=1e-12)
+        packed = Packed.of(batch[:, cut:].tolist())
+        rest, _ = features_on_prefix(model, packed, run_prefix(model, batch[0, :cut].tolist()))
+    torch.testing.assert_close(rest.transpose(0, 1), whole[:, cut:], rtol=0, atol=1e-12)
 
 
 def test_filling_on_the_right_changes_nothing_and_on_the_left_is_refused() -> None:

@@ -1,8 +1,9 @@
 """Batches: every query once, shortest first, and never more work than allowed."""
 
 import pytest
+import torch
 
-from fairseq_icl.observing.layout import lay_out, plan_batches, sequences_of
+from fairseq_icl.observing.layout import Packed, lay_out, plan_batches, sequences_of
 from fairseq_icl.prompts.build import Query
 from tests.observing.tiny import make_queries
 
@@ -19,8 +20,8 @@ def test_plan_sorts_by_length_and_bounds_the_tokens() -> None:
     lengths = [longest_of(queries[index]) for index in order]
     assert lengths == sorted(lengths)
     for batch in batches:
-        sequences = sum(len(sequences_of(queries[index], "option0")) for index in batch)
-        assert len(batch) == 1 or sequences * longest_of(queries[batch[-1]]) <= 60
+        tokens = sum(len(sequence) for index in batch for sequence in sequences_of(queries[index], "option0"))
+        assert len(batch) == 1 or tokens <= 60
 
 
 @pytest.mark.parametrize("kind", ["single", "multi", "inputs"])
@@ -73,3 +74,16 @@ def test_sequences_are_filled_up_on_the_right_after_the_context() -> None:
     layout = lay_out([Query(0, 0, ((5, 6),) * 2, ((8,), (9,))), Query(1, 1, ((7,),) * 2, ((8,), (9,)))], "query")
     assert layout.tokens(before=(1, 2)).tolist() == [[1, 2, 5, 6], [1, 2, 7, 0]]
     assert layout.recorded_position.tolist() == [1, 0]
+
+
+def test_packed_sequences_lie_one_after_the_other_without_filling() -> None:
+    sequences = [(5, 6, 7), (8,), (9, 10, 11), (12, 13)]
+    packed = Packed.of(sequences)
+    assert packed.tokens.tolist() == [8, 12, 13, 5, 6, 7, 9, 10, 11]
+    assert packed.position.tolist() == [0, 0, 1, 0, 1, 2, 0, 1, 2]
+    assert packed.groups == ((1, 1), (1, 2), (2, 3))
+    for number, sequence in enumerate(sequences):
+        every = torch.arange(len(sequence))
+        assert packed.tokens[packed.row(torch.tensor([number]), every)].tolist() == list(sequence)
+    past = packed.past(torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1]))
+    assert packed.tokens[past].tolist() == [[9, 10, 11], [8, 8, 8], [12, 13, 13]]

@@ -5,6 +5,7 @@ import torch
 
 from fairseq_icl.observing import Observer
 from fairseq_icl.observing import prefix as prefix_module
+from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import (
     attention_by_formula,
     features_on_prefix,
@@ -28,6 +29,7 @@ KINDS = {
     "beyond the table of positions": {"max_target_positions": 30},
 }
 TOKENS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+PACKED = Packed.of(TOKENS.tolist())
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
@@ -36,8 +38,8 @@ def test_features_equal_those_of_the_whole_prompt(changes: dict[str, object]) ->
     decoder = tiny_model(**changes).decoder
     whole = torch.cat([torch.tensor([CONTEXT, CONTEXT]), TOKENS], dim=1)
     expected = decoder.extract_features(whole, None)[0][:, len(CONTEXT) :]
-    features, _ = features_on_prefix(decoder, TOKENS, run_prefix(decoder, CONTEXT))
-    torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-5)
+    features, _ = features_on_prefix(decoder, PACKED, run_prefix(decoder, CONTEXT))
+    torch.testing.assert_close(features.view_as(expected), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -66,7 +68,7 @@ def test_pieces_of_any_size_give_the_same_prefix(piece: int, monkeypatch: pytest
 def test_the_decoder_is_left_as_it_was() -> None:
     decoder = tiny_model().decoder
     before = decoder(TOKENS)[0]
-    features_on_prefix(decoder, TOKENS, run_prefix(decoder, CONTEXT))
+    features_on_prefix(decoder, PACKED, run_prefix(decoder, CONTEXT))
     assert torch.equal(decoder(TOKENS)[0], before)
     assert "forward" not in vars(decoder.embed_positions)
     assert not any("forward" in vars(module) for module in attention_modules(decoder))
@@ -108,7 +110,8 @@ def test_gradients_pass_through_both_parts() -> None:
     mask = torch.ones(5, 11, dtype=torch.bool).tril(6)
     plain = torch.nn.functional.scaled_dot_product_attention(query, *both, attn_mask=mask, scale=1.0)
     weights = torch.randn(plain.shape, generator=draw, dtype=torch.double)
-    found = joint_softmax(query, key, value, keys, values)
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # (B * T, H, D)
+    found = joint_softmax(*rows, Packed.of([[0] * 5] * 2), keys, values).unflatten(0, (2, 5)).transpose(1, 2)
     torch.testing.assert_close(found, plain)
     expected = torch.autograd.grad((plain * weights).sum(), (query, key, value))
     torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), (query, key, value)), expected)
@@ -122,8 +125,9 @@ def test_nothing_is_projected_twice(kind: str) -> None:
     calls: list[torch.Size] = []
     for module in attention_modules(decoder):
         module.k_proj.register_forward_hook(lambda _, args, __: calls.append(args[0].shape))
-    with AttentionProbe(decoder, torch.tensor([0, 1]), torch.tensor([3, 2]), start=prefix.length) as probe:
-        features_on_prefix(decoder, TOKENS % 12, prefix)
+    packed = Packed.of((TOKENS % 12).tolist())
+    with AttentionProbe(decoder, torch.tensor([3, 6]), torch.tensor([0, 0])) as probe:
+        features_on_prefix(decoder, packed, prefix)
     assert len(calls) == len(decoder.layers)
-    assert probe.record().scores.size(3) == TOKENS.size(1)
+    assert probe.record().scores.shape[:2] == (2, len(decoder.layers))
     assert all(not hasattr(module, "queries_keys_values") or kind == "rotary" for module in attention_modules(decoder))
