@@ -80,8 +80,8 @@ class RotaryTable:
         if stop > self._angles.size(1):
             # An inference tensor would be kept here and could not be used for training later.
             with torch.inference_mode(False), torch.no_grad():
-                length = max(stop, 2 * self._angles.size(1))
-                angles = torch.arange(length, dtype=torch.float)[:, None] * self.rotation.frequencies()
+                positions = torch.arange(max(stop, 2 * self._angles.size(1)), dtype=torch.float)
+                angles = positions[:, None] * self.rotation.frequencies()
                 self._angles = torch.stack([angles.cos(), angles.sin()])
         places = slice(start, stop) if isinstance(start, int) else start[:, None, None] + torch.arange(length)
         cos, sin = self._angles[:, places].to(like)
@@ -304,5 +304,5 @@ class RotaryDecoder(FairseqDecoder):
                 f"a prompt of {length:,} tokens is longer than the model's attention window (sliding_window="
                 f"{self.config.window:,}), which is not implemented; use fewer demonstrations"
             )
-        if bool(tokens[:, 0].eq(self.padding_idx).any()):
+        if length > 1 and bool(tokens[:, 0].eq(self.padding_idx).any()):
             raise ValueError("a rotary decoder wants its sequences filled up on the right, not on the left")

@@ -78,7 +78,7 @@ def test_a_prefix_grows_by_what_is_new_alone():
     decoder = tiny_model().decoder
     whole = run_prefix(decoder, CONTEXT)
     ran: list[int] = []
-    decoder.layers[0].register_forward_hook(lambda module, args, output: ran.append(args[0].size(0)))
+    decoder.layers[0].register_forward_hook(lambda module, args, output: ran.append(args[0].size(1)))
     with torch.no_grad():
         grown: Prefix = run_prefix(decoder, CONTEXT[:10])
         for start, stop in ((10, 11), (11, 30), (30, len(CONTEXT))):
