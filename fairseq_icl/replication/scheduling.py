@@ -99,13 +99,17 @@ def split_each_model(cells: Sequence[Cell], parts: int, weight: Callable[[Sequen
     loads = [0.0] * parts
     for groups in models:
         weights = [weight(group) for group in groups]
-        level = (sum(loads) + sum(weights)) / parts
+        left = sum(weights)
         waiting = sorted(range(parts), key=loads.__getitem__)
         for group, own in zip(groups, weights, strict=True):
-            while len(waiting) > 1 and loads[waiting[0]] + own / 2 > level:
-                del waiting[0]
+            while len(waiting) > 1:
+                even = (left + sum(loads[part] for part in waiting)) / len(waiting)
+                if loads[waiting[0]] + own / 2 <= even:
+                    break
+                del waiting[0]  # it has its part of this model
             result[waiting[0]] += group
             loads[waiting[0]] += own
+            left -= own
     return result
 
 

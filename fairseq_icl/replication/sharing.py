@@ -107,9 +107,10 @@ def _load_and_write(files: ModelFiles, cell: Cell, path: Path, say: Callable[[st
         _check_space(path.parent, model.lm)
         write_atomically(path, lambda unfinished: torch.save(model.lm, unfinished))
     except (UserError, OSError) as error:
-        remove(path.parent)
-        reason = str(error) if isinstance(error, UserError) else f"{path.parent}: {reason_of(error)}"
-        say(f"{reason}; until then each worker loads a model of its own and needs the memory for it")
+        if path.parent.exists():  # else another worker has told already
+            remove(path.parent)
+            reason = str(error) if isinstance(error, UserError) else f"{path.parent}: {reason_of(error)}"
+            say(f"{reason}; until then each worker loads a model of its own and needs the memory for it")
         return model
     return None
 
