@@ -105,14 +105,17 @@ def measure_scale(findings: BenchFindings, shape: Shape, limit: int, say: Callab
 def measure_experiment(findings: BenchFindings, shape: Shape, say: Callable[[str], None]) -> None:
     """A note: deutch2024 with all seeds, inits and methods, each number of workers into a folder of its own."""
     with world(shape) as folder:
-        runs = []
+        runs: list[CommandRun] = []
         for workers in WORKERS:
             words = replicate_words(folder, shape, LIMIT, (f"workers={workers}",), out=f"out{workers}")
             say(shown_command(words, folder))
-            runs.append(f"with {workers} {'worker' if workers == 1 else 'workers'} {run_command([*words, '--quiet'])}")
+            runs.append(run_command([*words, "--quiet"]))
         shown = shown_command(replicate_words(folder, shape, LIMIT, ()), folder)
+    taken = [f"with {n} worker{'s' * (n > 1)} {run}" for n, run in zip(WORKERS, runs, strict=True)]
+    one, two = (run.peak_bytes for run in runs)
     findings.notes.append(
-        f"`{shown}` (three seeds, three inits, gd, lcgd and alpha) took {', '.join(runs)}, all processes together. "
+        f"`{shown}` (three seeds, three inits, gd, lcgd and alpha) took {', '.join(taken)}, all processes together: "
+        f"two workers, who share the base model, have {two / one:.2f} times the memory of one. "
         "FOLDER holds random weights of this shape and random sentences."
     )
 

@@ -25,7 +25,16 @@ from fairseq_icl.training.methods import get_method
 
 KEY_LENGTH = 20
 OWN = "fairseq_icl."
-COMMON = ("settings.py", "files.py", "compat.py", "prompts", "models", "observing", "replication/engine.py")
+COMMON = (
+    "settings.py",
+    "files.py",
+    "compat.py",
+    "prompts",
+    "models",
+    "observing",
+    "replication/engine.py",
+    "replication/sharing.py",
+)
 CODE: dict[str, tuple[str, ...]] = {
     "zsl": COMMON,
     "icl": COMMON,

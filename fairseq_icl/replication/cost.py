@@ -7,6 +7,7 @@ this machine at such operations (effort.py): no model is loaded or run. The prom
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.effort import Machine, clock, fine_tuning, measuring, observing, watching
 from fairseq_icl.replication.engine import Engine
+from fairseq_icl.replication.scheduling import split_each_model
+from fairseq_icl.replication.sharing import can_share
 from fairseq_icl.replication.stand_in import find_model, shape_of
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results import text_table
@@ -64,19 +67,21 @@ def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path, cost: "C
     lines += [f"  {name:<18} {duration(part)}" for name, part in cost.parts]
     lines += [f"estimated memory: {cost.bytes / 2**30:.1f} GiB"]
     if config["workers"] > 1:
-        lines[-1] += f" for each of {config['workers']} workers, who share the work"
+        shared = "work and weights" if can_share() else "the work"
+        lines[-1] += f" for {config['workers']} workers together, who share {shared}"
     return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What some cells cost in one process."""
+    """What some cells cost."""
 
     seconds: float
+    """In one process."""
     parts: list[tuple[str, float]]
     """Name of the work -> its seconds."""
     bytes: float
-    """Most memory at once."""
+    """Most memory at once, of all workers together."""
 
 
 def estimate(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Cost:
@@ -97,7 +102,7 @@ def estimate(config: dict[str, Any], todo: Sequence[Cell], data: Path) -> Cost:
         seconds[stage] = building if stage.name == "prompts" else machine.seconds(work, sizes)
     around = machine.call * (START_CALLS + CELL_CALLS * len(todo)) + files_bytes(files) / HASH_RATE
     parts = [("start and report", around), *_by_name(stages, seconds)]
-    memory = peak_bytes(sizes, [prompts for prompts, _ in built.values()], todo)
+    memory = peak_bytes(sizes, [prompts for prompts, _ in built.values()], todo, config["workers"])
     return Cost(sum(part for _, part in parts), parts, memory)
 
 
@@ -190,8 +195,11 @@ def _by_name(stages: dict[Stage, tuple[int, Cell]], seconds: dict[Stage, float])
     return [(name, parts[name]) for name in names.values() if name in parts]
 
 
-def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[Cell]) -> float:
-    """Most memory at once: loading; or weights, what learns three times, the largest pass, and what is observed."""
+def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[Cell], workers: int = 1) -> float:
+    """Most memory at once: loading; or weights, what learns three times, the largest pass, and what is observed.
+
+    Of several workers together: the weights as often as different models are in use, all else for each of them.
+    """
     layers, width = sizes.layers, sizes.width
     learning = layers * sizes.learning()  # a copy to go back to, and gradients
     longest = max((len(s.tokens) for p in prompts for s in p.finetuning), default=0)
@@ -205,8 +213,16 @@ def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[
     loading = 4 * sizes.weights + MAPPED_BYTES  # in fp32, and what is mapped of the file
     size = 4 if any(cell.settings.precision == "fp32" for cell in cells) else 2  # bytes of a number in the model
     masters = 0 if size == 4 else 4 * 2 * learning  # fp32 copies of what learns, and of its gradient
-    computing = size * (sizes.weights + 2 * learning + max(training, prefix)) + masters
-    return PROCESS_BYTES + max(loading, computing + 4 * observed_numbers)
+    computing = size * (2 * learning + max(training, prefix)) + masters + 4 * observed_numbers
+    models = models_at_once(cells, workers) if can_share() else workers
+    processes = workers if workers == 1 else workers + 1  # the parent computes nothing, but has imported all
+    return processes * PROCESS_BYTES + max(models * loading, models * size * sizes.weights + workers * computing)
+
+
+def models_at_once(cells: Sequence[Cell], workers: int) -> int:
+    """How many models workers that share them have in use at the same time, if all cells take equally long."""
+    shares = split_each_model(cells, workers, len)
+    return max(len({cell.model_key() for cell in now if cell is not None}) for now in zip_longest(*shares))
 
 
 def unfinished(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> list[Cell]:

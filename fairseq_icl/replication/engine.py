@@ -1,8 +1,9 @@
 """Compute a cell: observe, fine-tune, compare, store. Everything that cells share is done once.
 
-The base model is loaded once per process. Observations that several unfinished cells need (ZSL and ICL by all methods
-of a run) are kept in the results folder until the last of those cells is finished, so neither another process nor a
-resumed run makes them again. Which process computes which cell when is scheduling.py's.
+The base model is loaded once per process, or once for all workers of a machine (sharing.py). Observations that several
+unfinished cells need (ZSL and ICL by all methods of a run) are kept in the results folder until the last of those cells
+is finished, so neither another process nor a resumed run makes them again. Which process computes which cell when is
+scheduling.py's.
 """
 
 import json
@@ -17,13 +18,14 @@ import pandas as pd
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import sha256_of
-from fairseq_icl.models import Model, load_from
+from fairseq_icl.models import Model
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.observing import Observation, observe
 from fairseq_icl.observing.observation import load_observations, save_observations
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell, data_hash, key_of
 from fairseq_icl.replication.locks import Held
+from fairseq_icl.replication.sharing import base_model
 from fairseq_icl.replication.store import Store
 from fairseq_icl.results import provenance, read_gradient_record, write_curve, write_results
 from fairseq_icl.results.collector import compare
@@ -202,7 +204,7 @@ class Engine:
         wanted = cell.model_key()
         if self._model is None or self._model[0] != wanted:
             self._model = None  # two large models would not fit side by side
-            self._model = (wanted, load_from(self.files, cell.settings))
+            self._model = (wanted, base_model(self.files, cell, self.store.say))
         return self._model[1]
 
     def forget(self) -> None:

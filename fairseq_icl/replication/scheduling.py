@@ -5,7 +5,7 @@ whoever works on them; so does an observation that somebody is just making. Only
 saying for whom, and not for ever: a holder without a sign of life is named at the end, with a way out.
 
 Processes that know how many they are start at different places (`Share`), so that each loads one model and does not
-wait for what its neighbour is making.
+wait for what its neighbour is making. Workers that share their models (sharing.py) go through these side by side.
 """
 
 import os
@@ -22,6 +22,7 @@ from fairseq_icl.replication.alive import silent_after
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.locks import Held, Holder, tell_every
+from fairseq_icl.replication.sharing import is_sharing
 from fairseq_icl.replication.store import Store, StoreError
 from fairseq_icl.training.methods import get_method
 
@@ -55,9 +56,14 @@ class Share:
             )
         return cls(int(match[1]), int(match[2]), bool(match[3]))
 
-    def order(self, cells: Sequence[Cell], weight: Callable[[Sequence[Cell]], float]) -> list[Cell]:
-        """The cells of this share in the order of the plan; then, if it helps, the others', from their ends."""
-        parts = split(cells, self.parts, weight)
+    def order(
+        self, cells: Sequence[Cell], weight: Callable[[Sequence[Cell]], float], *, abreast: bool = False
+    ) -> list[Cell]:
+        """The cells of this share in the order of the plan; then, if it helps, the others', from their ends.
+
+        `abreast`: all shares go through the models at the same time.
+        """
+        parts = (split_each_model if abreast else split)(cells, self.parts, weight)
         others = parts[self.number :] + parts[: self.number - 1]
         return parts[self.number - 1] + [cell for part in reversed(others) for cell in reversed(part) if self.helps]
 
@@ -67,13 +73,7 @@ def split(cells: Sequence[Cell], parts: int, weight: Callable[[Sequence[Cell]], 
 
     Where there are more parts than such groups, cells are dealt one by one.
     """
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.model_key(), cell.prompts_key()), []).append(cell)
-    by_model: dict[Any, list[list[Cell]]] = {}
-    for (model, _), group in groups.items():
-        by_model.setdefault(model, []).append(group)
-    ordered = [group for model in by_model.values() for group in model]
+    ordered = [group for groups in groups_by_model(cells) for group in groups]
     if len(ordered) < parts:
         ordered = [[cell] for group in ordered for cell in group]
     weights = [weight(group) for group in ordered]
@@ -84,6 +84,41 @@ def split(cells: Sequence[Cell], parts: int, weight: Callable[[Sequence[Cell]], 
         result[min(int(middle * parts), parts - 1)] += group
         before += own
     return result
+
+
+def split_each_model(cells: Sequence[Cell], parts: int, weight: Callable[[Sequence[Cell]], float]) -> list[list[Cell]]:
+    """The plan in `parts` of about equal weight, each with a part of every model's cells, model after model.
+
+    So processes that share a model use it at the same time, and no process needs two. Neighbours stay together as in
+    `split`; what one part has too much of a model, it has too little of the next.
+    """
+    models = groups_by_model(cells)
+    if sum(map(len, models)) < parts:
+        models = [[[cell] for group in groups for cell in group] for groups in models]
+    result: list[list[Cell]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    for groups in models:
+        weights = [weight(group) for group in groups]
+        left = sum(weights)
+        waiting = sorted(range(parts), key=loads.__getitem__)
+        for group, own in zip(groups, weights, strict=True):
+            while len(waiting) > 1:
+                even = (left + sum(loads[part] for part in waiting)) / len(waiting)
+                if loads[waiting[0]] + own / 2 <= even:
+                    break
+                del waiting[0]  # it has its part of this model
+            result[waiting[0]] += group
+            loads[waiting[0]] += own
+            left -= own
+    return result
+
+
+def groups_by_model(cells: Sequence[Cell]) -> list[list[list[Cell]]]:
+    """For each model the groups of cells that share it and their prompts, in the order of the plan."""
+    models: dict[Any, dict[Any, list[Cell]]] = {}
+    for cell in cells:
+        models.setdefault(cell.model_key(), {}).setdefault(cell.prompts_key(), []).append(cell)
+    return [list(groups.values()) for groups in models.values()]
 
 
 def number_of_groups(cells: Sequence[Cell]) -> int:
@@ -125,7 +160,7 @@ def run(
     todo = plan
     if share is not None:
         unique = list(plan.values())
-        todo = {engine.key(cell): cell for cell in share.order(unique, work_in(engine.data))}
+        todo = {engine.key(cell): cell for cell in share.order(unique, work_in(engine.data), abreast=is_sharing())}
     unfinished = {key: cell for key, cell in todo.items() if not store.is_finished(key)}
     turn = Turn(engine, plan, unfinished, progress)
     waiting = Waiting(store)

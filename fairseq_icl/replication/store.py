@@ -6,6 +6,7 @@
     RUN/observations/KEY/     observations that unfinished cells still share
     RUN/failures/KEY.json     why a cell could not be computed, until it is
     RUN/locks/                held while a process works on a key (locks.py)
+    RUN/.sharing-...          models that workers share while they run (sharing.py)
 
 A cell is written into a folder of its own beside its place and renamed in one step, so it is there completely or not
 at all. Names of unfinished files and folders say which process of which host writes them (files.py): the next run
@@ -238,7 +239,8 @@ class Store:
                     with self.working_on(match["name"] if match else path.name[1:].split("-")[0]) as free:
                         if free:
                             remove(path)
-        places = [self.folder.glob(".store.json-*"), *((self.folder / name).glob(".*") for name in SWEPT)]
+        own = (self.folder.glob(name) for name in (".store.json-*", ".sharing-*"))
+        places = [*own, *((self.folder / name).glob(".*") for name in SWEPT)]
         for path in itertools.chain(*places):
             if is_abandoned(path):
                 remove(path)

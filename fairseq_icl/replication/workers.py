@@ -25,6 +25,7 @@ from fairseq_icl.replication.alive import clock_of, last_beat, silent_after
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.locks import Holder, tell_every
 from fairseq_icl.replication.scheduling import SESSION_VARIABLE, told_failures
+from fairseq_icl.replication.sharing import SHARING_VARIABLE, keep_only, model_name, shared_models
 from fairseq_icl.replication.store import Store
 
 PARENT_VARIABLE = "FAIRSEQ_ICL_PARENT"
@@ -47,18 +48,23 @@ def run_workers(
 ) -> None:
     """Compute the cells of a plan, by key, with `count` processes; `tell` hears how many are done, and new lines."""
     store.sweep_unfinished()
-    with pool(count, words, store, plan) as workers:
+    names = {key: model_name(cell) for key, cell in plan.items()}
+    with shared_models(store.folder) as folder, pool(count, words, store, plan, folder) as workers:
         while workers.look():
             tell(len(plan) - len(workers.left()), workers.lines())
+            if folder is not None:
+                keep_only(folder, {names[key] for key in workers.left()})
             time.sleep(LOOK)
         tell(len(plan) - len(workers.left()), workers.lines())
         workers.check()
 
 
 @contextlib.contextmanager
-def pool(count: int, words: Sequence[str], store: Store, plan: dict[str, Cell]) -> Iterator["Pool"]:
-    """The workers, running; whatever happens, none of them is left in the end."""
-    workers = Pool(count, words, store, plan)
+def pool(
+    count: int, words: Sequence[str], store: Store, plan: dict[str, Cell], models: Path | None
+) -> Iterator["Pool"]:
+    """The workers, running, with a folder for models they share; whatever happens, none of them is left in the end."""
+    workers = Pool(count, words, store, plan, models)
     try:
         for number in range(1, count + 1):
             workers.start(number, f"{number}/{count}+")
@@ -94,8 +100,9 @@ class Worker:
 class Pool:
     """Some workers and what they say."""
 
-    def __init__(self, count: int, words: Sequence[str], store: Store, plan: dict[str, Cell]):
+    def __init__(self, count: int, words: Sequence[str], store: Store, plan: dict[str, Cell], models: Path | None):
         self.count, self.words, self.store, self.plan = count, words, store, plan
+        self.sharing = {SHARING_VARIABLE: str(models.resolve())} if models is not None else {}
         self.session = uuid.uuid4().hex
         self.workers: list[Worker] = []
         self.errors: list[str] = []
@@ -106,6 +113,7 @@ class Pool:
     def start(self, number: int, share: str) -> None:
         """Start a worker."""
         variables = os.environ | {PARENT_VARIABLE: "1", SESSION_VARIABLE: self.session, **_device(number)}
+        variables |= self.sharing
         variables["OMP_NUM_THREADS"] = str(threads_each(self.count))
         process = subprocess.Popen(
             command(self.words, share),

@@ -86,7 +86,7 @@ def test_memory_of_processes_that_a_command_starts_is_added() -> None:
 def test_experiment_is_measured_with_one_worker_and_with_two(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(
-        experiment, "run_command", lambda words: commands.append(words) or CommandRun(90, 80, 2**30, "")
+        experiment, "run_command", lambda words: commands.append(words) or CommandRun(90, 80, len(commands) * 2**30, "")
     )
     findings = BenchFindings("test", "")
     measure_experiment(findings, SHAPE, lambda _: None)
@@ -94,7 +94,8 @@ def test_experiment_is_measured_with_one_worker_and_with_two(monkeypatch: pytest
     outs = {word for words in commands for word in words if word.startswith("out=")}
     assert len(outs) == 2  # or the second run would find everything done
     (note,) = findings.notes
-    assert "with 1 worker 90 s and 1.00 GiB at its peak, with 2 workers 90 s" in note
+    assert "with 1 worker 90 s and 1.00 GiB at its peak, with 2 workers 90 s and 2.00 GiB" in note
+    assert "have 2.00 times the memory of one" in note
 
 
 def test_experiment_has_all_seeds_inits_and_methods(tmp_path: Path) -> None:

@@ -118,3 +118,55 @@ def test_threads_are_shared(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     assert [threads_each(count) for count in (1, 2, 5, 16, 40)] == [16, 8, 3, 1, 1]
     assert not is_stopped(os.getpid())
+
+
+WATCHER = """
+import os, signal
+from pathlib import Path
+import torch
+from fairseq_icl.replication import sharing
+
+notes = Path(os.environ["NOTES"])
+if sharing.is_sharing():
+    load, save = sharing.load_from, torch.save
+
+    def load_from(files, settings):
+        (notes / f"load-{os.getpid()}-{settings.init}-{settings.seed if settings.init != 'pretrained' else 0}").touch()
+        return load(files, settings)
+
+    def save_once_deadly(lm, path):
+        if os.environ.get("DEADLY"):
+            try:
+                (notes / "killed").touch(exist_ok=False)
+            except FileExistsError:
+                return save(lm, path)
+            Path(path).write_bytes(b"half of a model")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(lm, path)
+
+    sharing.load_from, torch.save = load_from, save_once_deadly
+"""
+
+
+@pytest.mark.parametrize("deadly", [False, True], ids=["in peace", "one killed while it writes"])
+def test_workers_load_every_model_once_and_leave_nothing(world, tmp_path, monkeypatch, capfd, deadly):
+    from fairseq_icl.commands.replicate import run_configuration
+
+    cells = ("experiment=deutch2024", "init=pretrained,trained-embeddings", "method=gd", "seed=3,4")
+    alone = tables(run(world, tmp_path / "alone", *cells))
+    (tmp_path / "watcher.py").write_text(WATCHER)
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(tmp_path)
+    if deadly:
+        monkeypatch.setenv("DEADLY", "1")
+    out, more = tmp_path / "run", (*cells, "plugins=[watcher]", "quiet=false")
+    run_configuration(configuration(world, out, *more, "workers=2"), settings(world, out, *more))
+    said = capfd.readouterr().err
+    assert tables(out) == alone
+    loads = sorted(path.name.split("-", 2)[2] for path in tmp_path.glob("load-*"))
+    drawn = ["pretrained-0", "trained-embeddings-3", "trained-embeddings-4"]
+    assert set(loads) == set(drawn)
+    assert len(loads) == len(drawn) + deadly
+    assert ("was killed by signal 9" in said) == deadly
+    assert list(out.glob(".sharing-*")) == []

@@ -14,7 +14,7 @@ from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication import cost, slurm
 from fairseq_icl.replication.configuration import compose_configuration
-from fairseq_icl.replication.cost import describe, duration, estimate, stages_of
+from fairseq_icl.replication.cost import describe, duration, estimate, models_at_once, peak_bytes, stages_of
 from fairseq_icl.replication.effort import ROWS, Machine, fine_tuning, measuring, observing, watching
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.settings import Settings
@@ -122,6 +122,30 @@ def test_a_dry_run_measures_and_writes_nothing(world, tmp_path: Path, monkeypatc
     run(world, out, *chosen)
     text = describe(config, expand(config), world.data)
     assert "everything is finished already" in text
+
+
+def test_workers_have_one_base_model_and_all_else_for_each_of_them(prompts: Prompts, monkeypatch: pytest.MonkeyPatch):
+    large = DecoderSizes.of(layers=24, width=2048, heads=32, ffn=8192, vocabulary=50_000)
+    cells = expand(compose_configuration(["experiment=deutch2024", "model=1.3b", "data=.", "init=pretrained"]))
+    one, two, three = (peak_bytes(large, [prompts], cells, workers) for workers in (1, 2, 3))
+    weights, rest = 4 * large.weights, one - 4 * large.weights
+    assert three - two < two - one + cost.PROCESS_BYTES  # the parent is there once
+    assert two == pytest.approx(weights + 2 * rest + cost.PROCESS_BYTES)
+    monkeypatch.setattr(cost, "can_share", lambda: False)
+    assert peak_bytes(large, [prompts], cells, 2) == pytest.approx(2 * one + cost.PROCESS_BYTES)
+
+
+def test_several_models_are_in_use_where_each_has_few_cells():
+    whole = expand(compose_configuration(["experiment=deutch2024", "model=1.3b", "data=."]))
+    pretrained = [cell for cell in whole if cell.init == "pretrained"]
+    assert [models_at_once(pretrained, workers) for workers in (1, 2, 8)] == [1, 1, 1]
+    assert [models_at_once(whole, workers) for workers in (1, 2, 3, 4)] == [
+        1,
+        2,
+        2,
+        3,
+    ]  # 1 + 12 models, most of few cells
+    assert models_at_once([cell for cell in whole if cell.dataset == "sst2"], 100) == 7
 
 
 def test_random_weights_that_are_not_made_yet_can_be_planned(world, tmp_path: Path):

@@ -17,7 +17,14 @@ from fairseq_icl.replication import alive, locks
 from fairseq_icl.replication.configuration import compose_configuration
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.plan import expand
-from fairseq_icl.replication.scheduling import SESSION_VARIABLE, Share, number_of_groups, split
+from fairseq_icl.replication.scheduling import (
+    SESSION_VARIABLE,
+    Share,
+    groups_by_model,
+    number_of_groups,
+    split,
+    split_each_model,
+)
 from fairseq_icl.replication.stand_in import find_model
 from fairseq_icl.replication.store import Store, StoreError
 from tests.replication.toy_run import configuration, run, tables
@@ -71,6 +78,23 @@ def test_shares_are_the_plan_in_parts_that_load_one_model_each():
     assert pretrained == set(range(len(pretrained)))  # the model's cells are neighbours
     many = number_of_groups(cells) + 1
     assert sum(map(bool, split(cells, many, len))) > number_of_groups(cells) // 2  # then cells are dealt one by one
+
+
+@pytest.mark.parametrize("parts", [2, 4, 7])
+def test_workers_that_share_models_go_through_them_side_by_side(parts):
+    cells = expand(compose_configuration(["experiment=deutch2024", "model=1.3b", "data=."]))
+    shares = split_each_model(cells, parts, len)
+    assert sorted(map(id, cells)) == sorted(id(cell) for share in shares for cell in share)
+    assert max(map(len, shares)) - min(map(len, shares)) <= max(len(g) for m in groups_by_model(cells) for g in m)
+    place = {(cell.model_key(), cell.prompts_key()): number for number, share in enumerate(shares) for cell in share}
+    assert all(place[cell.model_key(), cell.prompts_key()] == n for n, share in enumerate(shares) for cell in share)
+    assert all(any(cell.init == "pretrained" for cell in share) for share in shares)  # it has most of the cells
+    assert [share[0].init for share in shares] == ["pretrained"] * parts
+
+
+def test_fewer_groups_than_workers_are_dealt_cell_by_cell():
+    cells = expand(compose_configuration(["experiment=deutch2024", "model=1.3b", "data=."]))[:2]
+    assert [len(share) for share in split_each_model(cells, 3, len)] == [1, 1, 0]
 
 
 def test_a_share_that_helps_has_all_cells_and_begins_with_its_own():
