@@ -27,7 +27,7 @@ from fairseq_icl.observing.probe import (
     queries_keys_values,
 )
 
-PIECE = 256
+PIECE = 512
 """Tokens of a context that run at once."""
 
 

@@ -67,7 +67,7 @@ def test_scoring_grows_with_layers_queries_and_the_prompt(prompts: Prompts):
     few = replace(prompts, content_free=())
     twice = replace(few, queries=tuple(q for q in few.queries for _ in range(2)))  # the same batches of twice the rows
     shared = len(few.start) + len(few.opening)
-    once = operations(SIZES.forward(shared, shared**2 / 2))
+    once = operations(SIZES.forward(shared, shared**2 / 2, read=0))
     assert operations(observing(SIZES, twice, 0)) - once == 2 * (operations(observing(SIZES, few, 0)) - once)
     short, long = (observing(SIZES, few, prefix) for prefix in (10, 20))
     assert long["tokens"] - short["tokens"] == 10 * SIZES.layers  # the prefix runs once, whatever the number of queries
