@@ -93,12 +93,15 @@ class DecoderSizes:
     def forward(self, rows: int, scores: float, layers: int | None = None, read: int | None = None) -> Work:
         """A pass of `rows` tokens that look at `scores` tokens in all: 2 rows weights + 4 scores attention a layer.
 
-        `read`: the last feed-forward block runs at so many of them only (observing/last_layer.py).
+        `read`: the last layer's feed-forward block runs at so many of them only (observing/last_layer.py), its
+        attention and output projection there and at as many more, whose activations are recorded (observing/prefix.py).
         """
         layers = self.layers if layers is None else layers
         linear, attention = 2 * rows * self.layer_weights * layers, 4 * scores * self.attention * layers
         if read is not None:
-            linear -= 2 * (rows - read) * self.learning("fc1,fc2,gate_proj")
+            left_out = rows - min(rows, 2 * read)
+            linear -= 2 * (rows - read) * self.learning("fc1,fc2,gate_proj") + 2 * left_out * self.learning("out_proj")
+            attention -= 4 * scores * self.attention * left_out / max(rows, 1)
         return Work({rows: linear, "attention": attention, "tokens": rows * layers, "layers": layers})
 
     def unembedding(self, rows: int) -> Work:

@@ -19,10 +19,12 @@ def test_a_forward_pass_is_two_operations_a_weight_and_token() -> None:
     assert operations(work + TINY.unembedding(1)) == work[3] + work["attention"] + 2 * 10 * 4
 
 
-def test_the_last_feed_forward_block_is_counted_where_it_runs() -> None:
+def test_the_last_layer_is_counted_where_it_runs() -> None:
     whole, read = TINY.forward(rows=3, scores=15), TINY.forward(rows=3, scores=15, read=1)
-    assert whole[3] - read[3] == 2 * (3 - 1) * 2 * 4 * 8
-    assert {**whole, 3: 0} == {**read, 3: 0}
+    feed_forward, projection = 2 * (3 - 1) * 2 * 4 * 8, 2 * (3 - 2) * 4 * 4  # at one token, and at two
+    assert whole[3] - read[3] == feed_forward + projection
+    assert whole["attention"] - read["attention"] == 2 * (2 * 15 * 4) / 3
+    assert {**whole, 3: 0, "attention": 0} == {**read, 3: 0, "attention": 0}
 
 
 def test_a_step_is_forward_backward_and_the_gradients_of_what_learns() -> None:

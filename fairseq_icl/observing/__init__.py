@@ -260,7 +260,7 @@ def _on_stem(
     def run() -> Seen:
         probe = AttentionProbe(decoder, *at(recorded), past=at(past))
         with probe, last_feed_forward_at(decoder, *at(rows)):
-            features, states = features_on_prefix(decoder, packed, stem)
+            features, states = features_on_prefix(decoder, packed, stem, torch.cat([recorded, rows]).unique())
         logits = decoder.output_layer(features[at(rows)])
         inner = inner_features(decoder, states, *at(rows)) if by_depth else None
         record = probe.record()

@@ -94,7 +94,8 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         before = keys[layer], values[layer], momenta[layer]
         # Nobody reads what the last layer puts out: keys and values are made of what it receives.
-        output, key, value = joint_attention(module, x, piece, before[0].size(1), *before, attends=layer < last)
+        rows = nowhere if layer == last else None
+        output, key, value = joint_attention(module, x, piece, before[0].size(1), *before, rows=rows)
         if rule_of(module).momentum:
             momenta[layer] = decayed_sum(value, rule_of(module).momentum, momenta[layer])[1]
         keys[layer] = torch.cat([keys[layer], key], dim=1)
@@ -109,12 +110,18 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
 
 
-def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix) -> tuple[Tensor, list[Tensor]]:
-    """Decoder features (N, 1, d) of sequences that each follow the prefix, and its inner states, (1, N, d)."""
+def features_on_prefix(
+    decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Decoder features (N, 1, d) of sequences that each follow the prefix, and its inner states, (1, N, d).
+
+    `read` (R,): the only tokens at which the last layer's attention is wanted; the others leave it without.
+    """
+    last = len(prefix.keys) - 1
 
     def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
         seen = prefix.keys[layer], prefix.values[layer], prefix.momenta[layer]
-        return joint_attention(module, x, packed, prefix.length, *seen)[0]
+        return joint_attention(module, x, packed, prefix.length, *seen, rows=read if layer == last else None)[0]
 
     return _run(decoder, packed, prefix.length, attend)
 
@@ -138,19 +145,24 @@ def joint_attention(
     prefix_values: Tensor,
     momentum: Tensor | None = None,
     *,
-    attends: bool = True,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of x (1, N, d) to (prefix, own past) with its output projection; also own keys and values (H, N, D).
 
     `start` is the length of the prefix, `momentum` (H, 1, D) the decayed sum of its values, if the model has one.
-    Without `attends` keys and values alone are made, and the output is zero.
+    `rows` (R,): the output is wanted there alone, and zero elsewhere.
     """
     parts = queries_keys_values(module, x, packed.position + start)  # (N, H, 1, D) each
     query, key, value = (part[:, :, 0] for part in parts)  # (N, H, D)
-    output = torch.zeros_like(x)
-    if attends:
-        attended = _attended(rule_of(module), query, key, value, packed, prefix_keys, prefix_values, momentum)
+    chosen = slice(None) if rows is None else rows
+    if rows is not None and len(rows) == 0:
+        output = torch.zeros_like(x)
+    else:
+        seen = prefix_keys, prefix_values, momentum
+        attended = _attended(rule_of(module), query, key, value, packed, *seen, chosen)
         output = module.out_proj(attended.flatten(1))[None]
+        if rows is not None:
+            output = torch.zeros_like(x).index_copy(1, rows.to(x.device), output)
     return output, key.transpose(0, 1), value.transpose(0, 1)
 
 
@@ -163,21 +175,22 @@ def _attended(
     prefix_keys: Tensor,
     prefix_values: Tensor,
     momentum: Tensor | None,
+    rows: Tensor | slice,
 ) -> Tensor:
-    """What the heads put out, (N, H, D), of queries, keys and values of that shape."""
+    """What the heads put out at `rows`, (R, H, D), of queries, keys and values (N, H, D)."""
     if rule.linear:  # nothing normalises over both parts: they add
         own = _by_sequence(lambda q, k, v: ((q @ k.transpose(2, 3)).tril() @ v,), packed, query, key, value)[0]
-        seen = (query.transpose(0, 1) @ prefix_keys.transpose(1, 2)) @ prefix_values  # (H, N, D)
-        attended = seen.transpose(0, 1) + own
+        seen = (query[rows].transpose(0, 1) @ prefix_keys.transpose(1, 2)) @ prefix_values  # (H, R, D)
+        attended = seen.transpose(0, 1) + own[rows]
     else:
-        attended = joint_softmax(query, key, value, packed, prefix_keys, prefix_values)
+        attended = joint_softmax(query, key, value, packed, prefix_keys, prefix_values, rows)
     if rule.momentum:
 
         def add_up(values: Tensor) -> tuple[Tensor]:
             state = None if momentum is None else momentum.expand(len(values), -1, -1, -1)
             return (decayed_sum(values, rule.momentum, state)[0],)
 
-        attended = attended + _by_sequence(add_up, packed, value)[0]
+        attended = attended + _by_sequence(add_up, packed, value)[0][rows]
     return attended
 
 
@@ -196,9 +209,15 @@ def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *p
 
 
 def joint_softmax(
-    query: Tensor, key: Tensor, value: Tensor, packed: Packed, prefix_keys: Tensor, prefix_values: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    rows: Tensor | slice = slice(None),
 ) -> Tensor:
-    """Softmax attention of packed tokens (N, H, D) to a prefix (H, P, D) and to their own past: (N, H, D).
+    """Softmax attention of packed tokens (N, H, D) to a prefix (H, P, D) and to their own past, at `rows`: (R, H, D).
 
     Each part by itself first, with the logarithm of its softmax's denominator: the share of a part in the whole is its
     share of the two denominators' sum. The prefix meets the rows of all queries at once, never a copy of it for each.
@@ -209,11 +228,12 @@ def joint_softmax(
         at_least_single, (query, key, value, prefix_keys, prefix_values)
     )
     own, own_total = _by_sequence(partial(softmax_attention, causal=True), packed, query, key, value)
+    own, own_total = own[rows], own_total[rows]
     if prefix_keys.size(1) == 0:
         return own.to(given)
-    rows = query.transpose(0, 1)[None]  # (1, H, N, D)
-    seen, total = softmax_attention(rows, prefix_keys[None], prefix_values[None], causal=False)
-    seen, total = seen[0].transpose(0, 1), total[0].T  # (N, H, D), (N, H)
+    asking = query[rows].transpose(0, 1)[None]  # (1, H, R, D)
+    seen, total = softmax_attention(asking, prefix_keys[None], prefix_values[None], causal=False)
+    seen, total = seen[0].transpose(0, 1), total[0].T  # (R, H, D), (R, H)
     return torch.lerp(seen, own, torch.sigmoid(own_total - total)[..., None]).to(given)
 
 
