@@ -13,7 +13,7 @@ import fairseq_icl as fi
 from fairseq_icl.files import PACKAGE
 from fairseq_icl.models.checkpoints import read_checkpoint
 from fairseq_icl.observing.layout import plan_batches
-from fairseq_icl.observing.observation import load_observations, save_observations
+from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.replication import scheduling
 from fairseq_icl.replication.cells import CODE
 from fairseq_icl.results import read_gradient_record, read_results

@@ -4,9 +4,8 @@ The cosine with a zero vector is 0, and such cases can be counted. Random number
 batched, ordered or spread over processes: each is a hash (splitmix64) of a stream name, the example's position in the
 validation set and the component, so baselines need no generator state and a repeated run writes the same bytes.
 
-So are all values: an example's is the same to the last bit whatever examples stand beside it. Sums over a last dimension
-that every example has alike are (a row's sum does not depend on other rows); over one that is filled up to the longest
-example's they are taken by `sum_of_padded`.
+So are all values: an example's is the same to the last bit whatever examples stand beside it. The sum of a row does not
+depend on other rows, but on the row's width; where that is the longest example's, `sum_of_padded` adds up.
 """
 
 import math
