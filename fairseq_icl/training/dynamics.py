@@ -58,8 +58,9 @@ class Curve:
         return pd.concat(self.points, ignore_index=True)
 
     def _first(self, seen: Observation) -> Observation:
-        """What was seen on the queries of the curve."""
-        return seen.take(range(len(self.prompts.queries)))
+        """What was seen on the queries of the curve, rows of attention no wider than the longest of them."""
+        taken = seen.take(range(len(self.prompts.queries)))
+        return replace(taken, attention_row=taken.attention_row[..., -int(taken.query_length.max()) :])
 
     def _in_context(self, count: int, base: Model) -> Observation:
         """ICL of the base model with the first `count` demonstrations."""
