@@ -25,8 +25,8 @@ ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row
 PRECISIONS = {"half": torch.float16, "single": torch.float32}
 FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
-CODES = {torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int32: "I32"}
-"""What safetensors calls the types that are written."""
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.float16: "F16"}
+"""What safetensors calls the types that are written, in the order of the file: so all are aligned."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def _write_head(file: BinaryIO, entries: Mapping[str, Entry], metadata: Mapping[
     """Write the head of a safetensors file as the library does; returns where in the file each tensor begins."""
     head: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (-item[1].kind.itemsize, item[0])):  # all are aligned
+    order = list(CODES)
+    for name, entry in sorted(entries.items(), key=lambda item: (order.index(item[1].kind), item[0])):
         offsets = [offset, offset + entry.size]
         head[name] = {"dtype": CODES[entry.kind], "shape": entry.shape, "data_offsets": offsets}
         offset = offsets[1]

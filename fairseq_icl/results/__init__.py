@@ -268,7 +268,7 @@ class Rows:
         layer, example, value, low, high = columns
         frame = pd.DataFrame(
             {
-                "metric": np.repeat([block[0] for block in self.blocks], sizes),
+                "metric": np.repeat(np.array([block[0] for block in self.blocks], dtype=object), sizes),
                 "layer": pd.array(layer, dtype="Int64"),
                 "example": pd.array(example, dtype="Int64"),
                 "value": value,
