@@ -57,8 +57,8 @@ LAYERS = "layers"
 LAYER_SHARES = (4, 2, 1)
 VALIDATION_SIZES, QUICK_VALIDATION_SIZES = (100, 200, 400, 800), (100, 200, 400)
 """More than the examples that are compared at a time: below, what metrics make in between grows too."""
-MEMORY_OF_AN_EXAMPLE = 100
-"""kB that an example of the validation set may add to the peak: its rows of the table, but not what was observed."""
+MEMORY_OF_AN_EXAMPLE = 20
+"""kB a layer that a validation example may add to the peak: its rows of the table, but not what was observed of it."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ def measure_growth(findings: BenchFindings, shape: Shape, model: Model, rounds: 
     findings.points += layer_points(shape, model, rounds)
     findings.points += [validation_point(shape, n) for n in (QUICK_VALIDATION_SIZES if quick else VALIDATION_SIZES)]
     judge_demonstrations(findings)
-    judge_memory(findings)
+    judge_memory(findings, shape)
 
 
 def layer_points(shape: Shape, model: Model, rounds: int) -> list[SweepPoint]:
@@ -168,14 +168,14 @@ def judge_demonstrations(findings: BenchFindings) -> None:
     )
 
 
-def judge_memory(findings: BenchFindings) -> None:
+def judge_memory(findings: BenchFindings, shape: Shape) -> None:
     """The limit: what an example of the validation set adds to the peak, observed and compared."""
     sizes, memory = zip(
         *((point.x, point.memory) for point in findings.points if point.memory is not None), strict=True
     )
     kilobytes = slope(sizes, memory) / 1000
-    what = "peak memory that a validation example adds, kB"
-    findings.limits.append(Limit(what, kilobytes, MEMORY_OF_AN_EXAMPLE))
+    what = "peak memory that a validation example adds, kB a layer"
+    findings.limits.append(Limit(what, kilobytes / shape.layers, MEMORY_OF_AN_EXAMPLE))
     findings.notes.append(
         f"From {sizes[0]} to {sizes[-1]} validation examples peak memory grows by "
         f"{(memory[-1] - memory[0]) / MEBI:.0f} MiB, {kilobytes:.0f} kB an example (least squares): what was observed "

@@ -36,7 +36,7 @@ def assert_same(first: Observation, second: Observation) -> None:
 
 
 def test_memory_does_not_grow_with_the_examples(tmp_path: Path) -> None:
-    """Gathered, looked at in parts, taken in another order, saved and loaded: never as much as a third in memory."""
+    """Gathered, looked at in parts, taken in another order, saved and loaded: never as much as half of it in memory."""
     part = replace(random_observation(n=20, **SIZES), query_length=torch.full((20,), SIZES["tokens"]))
     gathering = Gathering(900)
 
@@ -46,7 +46,7 @@ def test_memory_does_not_grow_with_the_examples(tmp_path: Path) -> None:
 
     bytes_of_all = 45 * sum(value.nbytes for value in part.tensors().values())
     assert bytes_of_all > 50 * MEBI
-    assert peak_bytes_of(gather) < bytes_of_all / 3
+    assert peak_bytes_of(gather) < bytes_of_all / 2
     seen = gathering.observation()
     kept: list[Observation] = []
     ways = {
@@ -56,7 +56,7 @@ def test_memory_does_not_grow_with_the_examples(tmp_path: Path) -> None:
         "load": lambda: kept.append(load_observations(tmp_path / "a.safetensors")[1]["seen"]),
     }
     for name, way in ways.items():
-        assert peak_bytes_of(way) < bytes_of_all / 3, name
+        assert peak_bytes_of(way) < bytes_of_all / 2, name
     assert_same(kept[1], seen)
 
 
