@@ -12,14 +12,16 @@ import torch
 import fairseq_icl as fi
 from fairseq_icl.files import PACKAGE
 from fairseq_icl.models.checkpoints import read_checkpoint
-from fairseq_icl.observing.observation import load_observations, save_observations
+from fairseq_icl.observing.layout import plan_batches
+from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.replication import scheduling
 from fairseq_icl.replication.cells import CODE
 from fairseq_icl.results import read_gradient_record, read_results
+from fairseq_icl.results.collector import COMPARED
 from tests.commands import PLUGIN, run, succeeded
 
 METHODS = ("gd", "lcgd", "lcgd_sequential", "linearized")
-K, LIMIT, RATE = 6, 24, 0.3
+K, LIMIT, RATE = 6, 90, 0.3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,6 +50,9 @@ def notebook() -> dict[str, tuple[pd.DataFrame, fi.Model]]:
     """Method -> (table, fine-tuned model), by the Python functions."""
     model = fi.load_model("demo")
     prompts = fi.build_prompts(model, "demo_sentiment", k=K, seed=1, limit=LIMIT)
+    # fairseq-validate measures batches, `compare` parts in the order of the file: there are to be several of both.
+    assert len(plan_batches(prompts.queries)) > 1
+    assert len(prompts.queries) > COMPARED
     zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
     found = {}
     for method in METHODS:

@@ -16,7 +16,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.pretrained_lm import DTYPES
 from fairseq_icl.observing import Observation
-from fairseq_icl.observing.observation import load_observations, save_observations
+from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.observing.weight_updates import observe_weight_updates
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.replication.cells import OBSERVED

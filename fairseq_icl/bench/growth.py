@@ -21,7 +21,7 @@ from fairseq_icl.bench.measure import clock, interleave, peak_bytes_of, seconds
 from fairseq_icl.bench.report import BenchFindings, Limit
 from fairseq_icl.bench.scoring import run_batches, sample_by_length, score_all
 from fairseq_icl.bench.shapes import Shape, model_of, random_prompts
-from fairseq_icl.bench.sweeps import VALIDATION, SweepPoint
+from fairseq_icl.bench.sweeps import VALIDATION, SweepPoint, slope
 from fairseq_icl.models import Model
 from fairseq_icl.observing import Observer
 
@@ -55,7 +55,10 @@ SWEEPS = (
 )
 LAYERS = "layers"
 LAYER_SHARES = (4, 2, 1)
-VALIDATION_SIZES, QUICK_VALIDATION_SIZES = (100, 200, 400, 800), (25, 50, 100, 200)
+VALIDATION_SIZES, QUICK_VALIDATION_SIZES = (100, 200, 400, 800), (100, 200, 400)
+"""More than the examples that are compared at a time: below, what metrics make in between grows too."""
+MEMORY_OF_AN_EXAMPLE = 20
+"""kB a layer that a validation example may add to the peak: its rows of the table, but not what was observed of it."""
 
 
 @dataclass
@@ -97,7 +100,7 @@ def measure_growth(findings: BenchFindings, shape: Shape, model: Model, rounds: 
     findings.points += layer_points(shape, model, rounds)
     findings.points += [validation_point(shape, n) for n in (QUICK_VALIDATION_SIZES if quick else VALIDATION_SIZES)]
     judge_demonstrations(findings)
-    describe_memory(findings)
+    judge_memory(findings, shape)
 
 
 def layer_points(shape: Shape, model: Model, rounds: int) -> list[SweepPoint]:
@@ -165,13 +168,18 @@ def judge_demonstrations(findings: BenchFindings) -> None:
     )
 
 
-def describe_memory(findings: BenchFindings) -> None:
-    """A note: what an example of the validation set keeps in memory until all are compared."""
-    sizes = [(point.x, point.memory) for point in findings.points if point.memory is not None]
-    (fewest, least), (most, largest) = sizes[0], sizes[-1]
+def judge_memory(findings: BenchFindings, shape: Shape) -> None:
+    """The limit: what an example of the validation set adds to the peak, observed and compared."""
+    sizes, memory = zip(
+        *((point.x, point.memory) for point in findings.points if point.memory is not None), strict=True
+    )
+    kilobytes = slope(sizes, memory) / 1000
+    what = "peak memory that a validation example adds, kB a layer"
+    findings.limits.append(Limit(what, kilobytes / shape.layers, MEMORY_OF_AN_EXAMPLE))
     findings.notes.append(
-        f"From {fewest} to {most} validation examples peak memory grows by {(largest - least) / MEBI:.0f} MiB, "
-        f"{(largest - least) / (most - fewest) / 1000:.0f} kB an example."
+        f"From {sizes[0]} to {sizes[-1]} validation examples peak memory grows by "
+        f"{(memory[-1] - memory[0]) / MEBI:.0f} MiB, {kilobytes:.0f} kB an example (least squares): what was observed "
+        "lies in files, what grows is the table of results."
     )
 
 

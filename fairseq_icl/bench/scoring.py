@@ -17,7 +17,7 @@ from fairseq_icl.bench.shapes import PUBLISHED, Shape, random_prompts
 from fairseq_icl.models import Model
 from fairseq_icl.observing import Observation, Observer
 from fairseq_icl.observing.layout import plan_batches
-from fairseq_icl.observing.observation import save_observations
+from fairseq_icl.observing.saved import save_observations
 from fairseq_icl.prompts.build import Prompts, Query
 from fairseq_icl.results import write_results
 

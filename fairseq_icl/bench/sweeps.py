@@ -53,10 +53,14 @@ class SweepPoint:
 
 def exponent(x: Sequence[float], cost: Sequence[float]) -> float:
     """b of the least-squares line log(cost) = a + b log(x)."""
-    logs = [(math.log(a), math.log(b)) for a, b in zip(x, cost, strict=True)]
-    mean_x, mean_cost = (sum(values) / len(logs) for values in zip(*logs, strict=True))
-    covariance = sum((a - mean_x) * (b - mean_cost) for a, b in logs)
-    return covariance / sum((a - mean_x) ** 2 for a, _ in logs)
+    return slope([math.log(a) for a in x], [math.log(b) for b in cost])
+
+
+def slope(x: Sequence[float], cost: Sequence[float]) -> float:
+    """b of the least-squares line cost = a + b x."""
+    mean_x, mean_cost = sum(x) / len(x), sum(cost) / len(cost)
+    covariance = sum((a - mean_x) * (b - mean_cost) for a, b in zip(x, cost, strict=True))
+    return covariance / sum((a - mean_x) ** 2 for a in x)
 
 
 def by_sweep(points: Sequence[SweepPoint]) -> dict[str, list[SweepPoint]]:

@@ -7,6 +7,7 @@ all processes saw, logs every mean through fairseq's metrics, writes the table a
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -24,7 +25,8 @@ from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
 from fairseq_icl.observing import Observation, Observer
-from fairseq_icl.observing.observation import PRECISIONS, concatenate, save_observations
+from fairseq_icl.observing.observation import Gathering
+from fairseq_icl.observing.saved import PRECISIONS, save_observations
 from fairseq_icl.observing.weight_updates import observe_weight_updates
 from fairseq_icl.results import LENGTH_RATIO, means, provenance, text_table, write_results
 from fairseq_icl.results.collector import Collector, training_tokens
@@ -87,7 +89,7 @@ class ICLSimilarity(FairseqCriterion):
         recorded = self.task.training_queries
         self.tokens = training_tokens(self.task.prompts, recorded) if recorded else None
         self.collector = Collector(self.names, self.settings, self.tokens)
-        self.kept: list[tuple[Tensor, dict[str, Observation]]] = []
+        self.kept = Kept(len(self.task.prompts.queries))
 
     def forward(
         self, model: PretrainedLM, sample: dict[str, Any], reduce: bool = True
@@ -106,7 +108,7 @@ class ICLSimilarity(FairseqCriterion):
         extras = self._extras(queries, seen)
         self.collector.add(example, seen["zsl"], seen["icl"], seen.get("ft"), **extras)
         if self.cfg.save_activations:
-            self.kept.append((example, settings))
+            self.kept.put(example, settings)
         answered = seen.get("ft", seen["zsl"])
         loss = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum()
         size = len(queries)
@@ -159,14 +161,14 @@ class ICLSimilarity(FairseqCriterion):
         for row in overall.itertuples():
             if row.value or not row.metric.startswith("zero_updates_"):
                 metrics.log_scalar(row.metric, row.value, round=5)
-        kept = self.kept
-        for others in _gather_from_others(self.kept) if self.cfg.save_activations else []:
-            kept = kept + others
+        if self.cfg.save_activations and torch.distributed.is_initialized():
+            for other in _gather_from_others(self.kept.in_order()):
+                self.kept.put(*other)
         if _rank() == 0:
             if self.cfg.results:
                 write_results(self.cfg.results, table, self._provenance(method))
             if self.cfg.save_activations:
-                example, observations = _in_order(kept)
+                example, observations = self.kept.in_order()
                 precision = str(self.cfg.activation_precision)
                 save_observations(self.cfg.save_activations, observations, example, precision)
             print(summary(overall), flush=True)
@@ -187,6 +189,28 @@ class ICLSimilarity(FairseqCriterion):
         made = provenance(config, finetuned | other, precision=self.settings.precision)
         made["checkpoints"]["base"] = self.task.files.sha256
         return made
+
+
+class Kept:
+    """What was seen of a validation set of `size` examples, setting by setting, for --save-activations."""
+
+    def __init__(self, size: int) -> None:
+        self.is_there = torch.zeros(size, dtype=torch.bool)
+        self.settings: dict[str, Gathering] = {}
+
+    def put(self, example: Tensor, settings: Mapping[str, Observation]) -> None:
+        """Take in a batch; `example` (n,) are positions in the validation set. One seen twice is the same again."""
+        for name, seen in settings.items():
+            self.settings.setdefault(name, Gathering(len(self.is_there))).put(example, seen)
+        self.is_there[example] = True
+
+    def in_order(self) -> tuple[Tensor, dict[str, Observation]]:
+        """(example, observations by setting) of all that were seen, in the order of the validation set."""
+        example = self.is_there.nonzero().flatten()
+        seen = {name: gathering.observation() for name, gathering in self.settings.items()}
+        if len(example) < len(self.is_there):  # a part of the set, or that of one of several processes
+            seen = {name: whole.take(example) for name, whole in seen.items()}
+        return example, seen
 
 
 def method_of(path: str | None) -> str:
@@ -256,15 +280,6 @@ def _check_endings(cfg: Any) -> None:
         raise UserError(f"--results {cfg.results}: the name must end in .parquet or .csv")
     if cfg.save_activations and Path(cfg.save_activations).suffix != ".safetensors":
         raise UserError(f"--save-activations {cfg.save_activations}: the name must end in .safetensors")
-
-
-def _in_order(kept: list[tuple[Tensor, dict[str, Observation]]]) -> tuple[Tensor, dict[str, Observation]]:
-    """Batches joined and put in the order of the validation set, each example once."""
-    example = torch.cat([part for part, _ in kept])
-    unique, place = example.unique(return_inverse=True)
-    first = torch.full_like(unique, len(example)).scatter_reduce(0, place, torch.arange(len(example)), "amin")
-    settings = kept[0][1].keys()
-    return unique, {name: concatenate([seen[name] for _, seen in kept]).take(first) for name in settings}
 
 
 def _rank() -> int:

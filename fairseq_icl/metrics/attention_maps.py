@@ -21,7 +21,7 @@ REGISTER = 16  # float32 numbers in the widest vector register
 @metric("sim_am_before_scores", settings=("zsl", "icl"))
 def sim_am_before(zsl: Observation, icl: Observation, softmax: bool = False) -> Similarity:
     """cos(m_icl, m_zsl): the first paper's SimAM before fine-tuning."""
-    return mean_over_heads(cosine(_row(icl, softmax), _row(zsl, softmax)))
+    return _similarity(_row(icl, softmax), _row(zsl, softmax))
 
 
 @metric("sim_am_before_softmax", settings=("zsl", "icl"))
@@ -33,7 +33,7 @@ def sim_am_before_softmax(zsl: Observation, icl: Observation) -> Similarity:
 @metric("sim_am_after_scores", settings=("icl", "ft"))
 def sim_am_after(icl: Observation, ft: Observation, softmax: bool = False) -> Similarity:
     """cos(m_icl, m_ft): the first paper's SimAM (after fine-tuning)."""
-    return mean_over_heads(cosine(_row(icl, softmax), _row(ft, softmax)))
+    return _similarity(_row(icl, softmax), _row(ft, softmax))
 
 
 @metric("sim_am_after_softmax", settings=("icl", "ft"))
@@ -46,7 +46,7 @@ def sim_am_after_softmax(icl: Observation, ft: Observation) -> Similarity:
 def sim_am_delta(zsl: Observation, icl: Observation, ft: Observation, softmax: bool = False) -> Similarity:
     """cos(m_icl - m_zsl, m_ft - m_zsl): the second paper's SimAM, free of what both share with zero-shot."""
     before = _row(zsl, softmax)
-    return mean_over_heads(cosine(_row(icl, softmax) - before, _row(ft, softmax) - before))
+    return _similarity(_row(icl, softmax) - before, _row(ft, softmax) - before)
 
 
 @metric("sim_am_delta_softmax")
@@ -65,6 +65,11 @@ def alpha(zsl: Observation, ft: Observation, other_ft: Observation, softmax: boo
 def alpha_softmax(zsl: Observation, ft: Observation, other_ft: Observation) -> Similarity:
     """cos(p_ft - p_zsl, p_other - p_zsl), p = softmax m"""
     return alpha(zsl, ft, other_ft, softmax=True)
+
+
+def _similarity(a: Tensor, b: Tensor) -> Similarity:
+    """The cosine of each head's rows, averaged over heads: (n, L, H, Q), (n, L, H, Q) -> (n, L)"""
+    return mean_over_heads(cosine(a, b, padded=True))
 
 
 def _row(observation: Observation, softmax: bool) -> Tensor:

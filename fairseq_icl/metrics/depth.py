@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.metrics import Observation, metric
+from fairseq_icl.metrics.vectors import log_shares
 
 READS = ("depth_scores",)
 
@@ -26,7 +27,7 @@ def accuracy_by_depth(observation: Observation) -> Tensor:
 @metric("logprob_by_depth_ft", settings=("ft",), reads=READS)
 def logprob_by_depth(observation: Observation) -> Tensor:
     """log softmax_c(s[l])[gold]: log-probability of the gold label among the options, in nats. (n, L)"""
-    logprobs = _scores(observation).log_softmax(dim=-1)  # (n, L, C)
+    logprobs = log_shares(_scores(observation))  # (n, L, C)
     gold = observation.gold[:, None, None].expand(-1, logprobs.size(1), 1)
     return logprobs.gather(2, gold)[..., 0]
 

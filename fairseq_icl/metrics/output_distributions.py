@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.metrics import Observation, Similarity, metric
-from fairseq_icl.metrics.vectors import cosine
+from fairseq_icl.metrics.vectors import cosine, log_shares
 
 READS = ("top_tokens", "top_logprobs")
 
@@ -35,7 +35,7 @@ def overlap_cosine(icl: Observation, ft: Observation) -> Similarity:
 @metric("gold_probability_ft", settings=("ft",))
 def gold_probability(observation: Observation) -> Tensor:
     """softmax_c(s)[gold]: probability of the gold label among the options, s their mean log-probabilities. (n,)"""
-    return observation.option_logprobs.double().softmax(dim=1).gather(1, observation.gold[:, None])[:, 0]
+    return log_shares(observation.option_logprobs).gather(1, observation.gold[:, None])[:, 0].exp()
 
 
 def _shared(icl: Observation, ft: Observation) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_icl.metrics import Observation, Ranking, Ratio, metric
+from fairseq_icl.metrics.vectors import log_shares
 
 
 @metric("accuracy_zsl", settings=("zsl",))
@@ -43,7 +44,7 @@ def auc(observation: Observation) -> Ranking:
 
     It asks whether the model ranks examples rightly, wherever its threshold lies.
     """
-    scores = observation.option_logprobs.double().log_softmax(dim=1)
+    scores = log_shares(observation.option_logprobs)
     return Ranking(scores, F.one_hot(observation.gold, scores.size(1)).bool())
 
 

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fairseq_icl.metrics import Observation, Similarity, metric
 from fairseq_icl.metrics.vectors import uniform
 
+ROWS = 16  # examples in a matrix product, always: filled up, it gives each the same bits in any company
 PAIRS_AT_ONCE = 1 << 20  # comparisons that `_inversions` holds at a time, one byte each: what a cache takes
 
 
@@ -124,9 +126,15 @@ def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
     In the first layer a word at the same place in two demonstrations has the same query vector, so exact ties are
     common. Rounding the products to float32 keeps them ties: in float64 the order of summation would break them.
     """
-    layers = zip(ft.query_vector.unbind(1), training.queries, strict=True)  # (n, d), (T, d): a copy of one layer
-    scores = torch.stack([query.double() @ keys.double().T for query, keys in layers], dim=1)  # (n, L, T)
-    return _weights(scores.float())
+    n = len(ft)
+    queries = pad(ft.query_vector, (0, 0, 0, 0, 0, -n % ROWS))  # the order of a product's sums depends on its rows
+    scores = ft.query_vector.new_empty(len(queries), *training.queries.shape[:2])  # (n or a few more, L, T)
+    for layer, keys in enumerate(training.queries.unbind()):  # (T, d): a float64 copy of one layer at a time
+        keys = keys.double().T
+        for start in range(0, n, ROWS):
+            rows = slice(start, start + ROWS)
+            scores[rows, layer] = (queries[rows, layer].double() @ keys).float()
+    return _weights(scores[:n])
 
 
 def icl_weights(icl: Observation, training: TrainingTokens) -> Tensor:

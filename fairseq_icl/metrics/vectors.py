@@ -3,6 +3,9 @@
 The cosine with a zero vector is 0, and such cases can be counted. Random numbers are the same however the examples are
 batched, ordered or spread over processes: each is a hash (splitmix64) of a stream name, the example's position in the
 validation set and the component, so baselines need no generator state and a repeated run writes the same bytes.
+
+So are all values: an example's is the same to the last bit whatever examples stand beside it. The sum of a row does not
+depend on other rows, but on the row's width; where that is the longest example's, `sum_of_padded` adds up.
 """
 
 import math
@@ -19,17 +22,38 @@ GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its t
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def cosine(a: Tensor, b: Tensor) -> Similarity:
+def sum_of_padded(values: Tensor) -> Tensor:
+    """The sum along the last dimension, from left to right: zeros at either end, however many, change no bit of it.
+
+    `sum` adds in an order that depends on the width. (..., d) -> (...)
+    """
+    return values.cumsum(-1)[..., -1]
+
+
+def log_shares(scores: Tensor) -> Tensor:
+    """log softmax over the options, -inf where an example has fewer; free of how many others have. (..., C) float64"""
+    scores = scores.double()
+    above = scores - scores.amax(-1, keepdim=True)
+    return above - sum_of_padded(above.exp()).log()[..., None]
+
+
+def cosine(a: Tensor, b: Tensor, *, padded: bool = False) -> Similarity:
     """a.b / (|a| |b|) along the last dimension; 0 where a or b is the zero vector.
 
     Works in float64: an update is a small difference of large vectors, and its square must not underflow.
     Both papers' code gives 0 for a zero vector too, by a floor under the product of the norms.
+    `padded`: vectors of several lengths, filled up with zeros.
     """
     a, b = a.double(), b.double()  # (..., d)
-    lengths = (torch.linalg.vector_norm(a, dim=-1), torch.linalg.vector_norm(b, dim=-1))  # (...) each
+    if padded:
+        product = sum_of_padded(a * b)
+        lengths = (sum_of_padded(a * a).sqrt(), sum_of_padded(b * b).sqrt())  # (...) each
+    else:
+        product = (a * b).sum(-1)
+        lengths = (torch.linalg.vector_norm(a, dim=-1), torch.linalg.vector_norm(b, dim=-1))
     norms = lengths[0] * lengths[1]
     zero = norms == 0
-    value = (a * b).sum(-1) / torch.where(zero, 1.0, norms)
+    value = product / torch.where(zero, 1.0, norms)
     return Similarity(value.clamp(-1, 1), zero.long(), lengths)
 
 

@@ -21,7 +21,7 @@ from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.observing.depth import inner_features, scores_by_depth
 from fairseq_icl.observing.last_layer import last_feed_forward_at
 from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
-from fairseq_icl.observing.observation import Observation, concatenate
+from fairseq_icl.observing.observation import Gathering, Observation
 from fairseq_icl.observing.prefix import (
     Prefix,
     extend_prefix,
@@ -57,7 +57,8 @@ def observe(
     - `progress`: show a progress bar.
     - `limit`: only the first so many queries.
 
-    **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32.
+    **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a
+    temporary file that goes with it, so memory does not grow with n.
     """
     queries = prompts.queries[:limit]
     if not queries:
@@ -67,11 +68,12 @@ def observe(
 
 def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool = False) -> Observation:
     """What the observer sees on all queries, in their order."""
-    batches = plan_batches(queries)
+    batches = plan_batches(queries)[::-1]  # the longest first: what is gathered is as wide as it will be
     shown = tqdm(batches, desc="ICL" if observer.in_context else "ZSL or FT", unit="batch", disable=not progress)
-    parts = [observer([queries[index] for index in batch]) for batch in shown]
-    order = torch.tensor([index for batch in batches for index in batch]).argsort()
-    return concatenate(parts).take(order)
+    gathering = Gathering(len(queries))
+    for batch in shown:
+        gathering.put(torch.tensor(batch), observer([queries[index] for index in batch]))
+    return gathering.observation()
 
 
 class Observer:

@@ -1,29 +1,22 @@
-"""What one setting (ZSL, ICL or FT) showed on n examples, in memory and as a file.
+"""What one setting (ZSL, ICL or FT) showed on n examples; the large part of it lies in a file (room.py).
 
-In a file (safetensors) tensors are named SETTING.FIELD (`icl.attention_output`) after the fields of `Observation`.
-Rows of attention have no padding there: `SETTING.attention_row` is (layers, heads, sum of query lengths), one example
-after the other; `query_length` tells where each ends.
+So memory does not grow with the validation set: whatever handles a whole one does it `AT_ONCE` examples at a time.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fairseq_icl.errors import UserError
-from fairseq_icl.files import write_atomically
+from fairseq_icl.observing.room import Room
 
-ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row", "depth_scores", "top_logprobs")
-PRECISIONS = {"half": torch.float16, "single": torch.float32}
-FORMAT = "fairseq_icl observations 1"
-QUERIES = "training_queries"
+AT_ONCE = 64
+"""Examples that are in memory together."""
+FILLED = {"attention_row": (True, 0.0), "option_logprobs": (False, -torch.inf), "depth_scores": (False, -torch.inf)}
+"""Fields as wide as the longest row or the most options, filled up with: on the left?, the value."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,8 @@ class Observation:
     """What was kept of its checkpoint."""
     precision: str = "fp32"
     """In which the model computed it; the tensors here are fp32, of values that this precision has."""
+    rooms: tuple[Room, ...] = field(default=(), repr=False, compare=False)
+    """Where its tensors are, if `Gathering` made it."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -65,95 +60,85 @@ class Observation:
     def take(self, index: Tensor | Sequence[int]) -> "Observation":
         """The chosen examples, in that order."""
         chosen = torch.as_tensor(index, dtype=torch.long)
-        taken: dict[str, Any] = {name: value[chosen] for name, value in self.tensors().items()}
-        return replace(self, **taken)
+        if len(chosen) > AT_ONCE:
+            gathering = Gathering(len(chosen))
+            for places in torch.arange(len(chosen)).split(AT_ONCE):
+                gathering.put(places, self.take(chosen[places]))
+            return gathering.observation()
+        taken: dict[str, Any] = {}
+        for name, value in self.tensors().items():
+            taken[name] = value[chosen]
+            self.release()
+        return replace(self, **taken, rooms=())
+
+    def parts(self) -> Iterator[tuple[int, "Observation"]]:
+        """All examples, some at a time: the number of the first, and the part."""
+        for places in torch.arange(len(self)).split(AT_ONCE):
+            yield int(places[0]), self.take(places)
+
+    def release(self) -> None:
+        """Give back the memory behind what was looked at; nothing is lost (room.py)."""
+        for room in self.rooms:
+            room.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"rooms": ()}  # a copy, or what another process gets, is in memory
+
+
+class Gathering:
+    """An observation of n examples that comes part by part, each example to its own place."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._rooms: dict[str, Room] = {}
+        self._first: Observation | None = None
+
+    def put(self, places: Tensor, part: Observation) -> None:
+        """Take in the examples of a part; `places` (n,) are their positions."""
+        if self._first is None:
+            self._first = part.take([])  # what is not by example
+        for name, value in part.tensors().items():
+            room = self._room(name, value)
+            room.tensor[places] = _filled_up(name, value, room.tensor.size(-1))
+            room.release()
+
+    def observation(self) -> Observation:
+        """All of them; what the parts share is the first one's."""
+        if self._first is None:
+            raise ValueError("nothing was gathered")
+        tensors: dict[str, Any] = {name: room.tensor for name, room in self._rooms.items()}
+        return replace(self._first, **tensors, rooms=tuple(self._rooms.values()))
+
+    def _room(self, name: str, value: Tensor) -> Room:
+        """The field's room, as wide as the value at least."""
+        room = self._rooms.get(name)
+        if room is not None and not (name in FILLED and value.size(-1) > room.tensor.size(-1)):
+            return room
+        wider = Room((self.size, *value.shape[1:]), value.dtype)
+        if room is not None:
+            for places in torch.arange(self.size).split(AT_ONCE):
+                wider.tensor[places] = _filled_up(name, room.tensor[places], value.size(-1))
+                wider.release()
+                room.release()
+        self._rooms[name] = wider
+        return wider
+
+
+def _filled_up(name: str, value: Tensor, width: int) -> Tensor:
+    """(n, ..., fewer) -> (n, ..., width)"""
+    if name not in FILLED:
+        return value
+    on_the_left, filling = FILLED[name]
+    missing = width - value.size(-1)
+    return F.pad(value, (missing, 0) if on_the_left else (0, missing), value=filling)
 
 
 def concatenate(observations: Sequence[Observation]) -> Observation:
     """Observations of the same setting joined; rows and options are filled up to the largest."""
-    columns = max(part.attention_row.size(-1) for part in observations)
-    options = max(part.option_logprobs.size(-1) for part in observations)
-    joined: dict[str, Any] = {}
-    for name in observations[0].tensors():
-        values = [getattr(part, name) for part in observations]
-        if name == "attention_row":
-            values = [F.pad(value, (columns - value.size(-1), 0)) for value in values]
-        if name in ("option_logprobs", "depth_scores"):
-            values = [F.pad(value, (0, options - value.size(-1)), value=-torch.inf) for value in values]
-        joined[name] = torch.cat(values)
-    return replace(observations[0], **joined)
-
-
-def save_observations(
-    path: str | Path, settings: Mapping[str, Observation], example: Tensor | None = None, precision: str = "single"
-) -> None:
-    """Write the observations of some settings; `example` (n,) are the positions in the validation set.
-
-    Activations may be in half precision, which is what the authors recorded.
-    """
-    first = next(iter(settings.values()))
-    tensors = {"example": (torch.arange(len(first)) if example is None else example).int()}
-    described = {
-        name: {"method": seen.method, "init": seen.init, "precision": seen.precision} for name, seen in settings.items()
-    }
-    for setting, seen in settings.items():
-        for name, value in (seen.tensors() | {"attention_row": _without_padding(seen)}).items():
-            kind = value.dtype if value.is_floating_point() else torch.int32
-            kind = PRECISIONS[precision] if name in ACTIVATIONS else kind
-            tensors[f"{setting}.{name}"] = value.to(kind).contiguous()
-        for row, queries in (seen.training_queries or {}).items():
-            tensors[f"{setting}.{QUERIES}.{row}"] = queries.to(PRECISIONS[precision]).contiguous()
-    metadata = {"format": FORMAT, "settings": json.dumps(described)}
-
-    def save(unfinished: Path) -> None:
-        try:
-            save_file(tensors, unfinished, metadata)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-
-    write_atomically(path, save)
-
-
-def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]:
-    """(example, observations by setting) of a file that `save_observations` wrote."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise UserError(f"{path}: not a file of observations of this version")
-            described = json.loads(metadata["settings"])
-            # Copies: what stays mapped would change, or end the process (SIGBUS), with the file.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is not a dict
-            example = tensors.pop("example").long()
-            return example, {name: _rebuilt(name, facts, tensors) for name, facts in described.items()}
-    except (OSError, SafetensorError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: damaged, or not a file of observations ({error})") from error
-
-
-def _rebuilt(setting: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observation:
-    """One setting's observation out of the tensors of a file."""
-    values: dict[str, Any] = {}
-    queries: dict[int, Tensor] = {}
-    for full_name, tensor in tensors.items():
-        owner, name, *row = full_name.split(".")
-        if owner == setting:
-            value = tensor.float() if tensor.is_floating_point() else tensor.long()
-            if name == QUERIES:
-                queries[int(row[0])] = value
-            else:
-                values[name] = value
-    values["attention_row"] = _with_padding(values["attention_row"], values["query_length"])
-    if len({len(value) for value in values.values()}) > 1:
-        raise ValueError("its tensors are of different numbers of examples")
-    return Observation(**values, training_queries=queries or None, **facts)
-
-
-def _without_padding(observation: Observation) -> Tensor:
-    lengths = observation.query_length.tolist()
-    return torch.cat([row[..., -length:] for row, length in zip(observation.attention_row, lengths, strict=True)], -1)
-
-
-def _with_padding(rows: Tensor, lengths: Tensor) -> Tensor:
-    longest = int(lengths.max())
-    parts = rows.split(lengths.tolist(), dim=-1)  # each (L, H, length)
-    return torch.stack([F.pad(part, (longest - part.size(-1), 0)) for part in parts])
+    gathering = Gathering(sum(map(len, observations)))
+    start = 0
+    for one in observations:
+        for first, part in one.parts():
+            gathering.put(torch.arange(start + first, start + first + len(part)), part)
+        start += len(one)
+    return gathering.observation()

@@ -13,6 +13,7 @@ from typing import Any
 
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.models.pretrained_lm import DTYPES, MAPPED_BYTES
+from fairseq_icl.observing.observation import AT_ONCE
 from fairseq_icl.operations import DecoderSizes, Work
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell
@@ -196,7 +197,7 @@ def _by_name(stages: dict[Stage, tuple[int, Cell]], seconds: dict[Stage, float])
 
 
 def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[Cell], workers: int = 1) -> float:
-    """Most memory at once: loading; or weights, what learns three times, the largest pass, and what is observed.
+    """Most memory at once: loading; or weights, what learns three times, the largest pass, and what is compared.
 
     Of several workers together: the weights as often as different models are in use, all else for each of them.
     """
@@ -206,7 +207,7 @@ def peak_bytes(sizes: DecoderSizes, prompts: Sequence[Prompts], cells: Sequence[
     training = longest * (2 * sizes.vocabulary + layers * (12 * width + 3 * sizes.ffn))
     context = max(len(p.context) for p in prompts)
     prefix = layers * context * 2 * sizes.attention + context * 4 * sizes.ffn
-    queries = max(len(p.queries) for p in prompts)
+    queries = min(AT_ONCE, max(len(p.queries) for p in prompts))  # the others are in files
     query = max(len(q.inputs[0]) for p in prompts for q in p.queries) + 1
     settings = 4 if any(get_method(cell.method).compares for cell in cells) else 3
     observed_numbers = queries * layers * (settings * (2 * width + sizes.heads * query) + context)

@@ -21,7 +21,7 @@ from fairseq_icl.files import sha256_of
 from fairseq_icl.models import Model
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.observing import Observation, observe
-from fairseq_icl.observing.observation import load_observations, save_observations
+from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.cells import Cell, data_hash, key_of
 from fairseq_icl.replication.locks import Held

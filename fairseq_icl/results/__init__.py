@@ -264,11 +264,12 @@ class Rows:
     def frame(self, **identity: str | int) -> pd.DataFrame:
         """All rows as a table, with the same `identity` columns (dataset, seed, ...) in each, in front."""
         sizes = [len(block[3]) for block in self.blocks]
-        columns = [np.concatenate(parts) for parts in zip(*(block[1:] for block in self.blocks), strict=True)]
-        layer, example, value, low, high = columns
+        names, *columns = map(list, zip(*self.blocks, strict=True))
+        self.blocks.clear()  # the parts of a column go as soon as it is joined: the table is the largest thing there is
+        layer, example, value, low, high = (np.concatenate(columns.pop(0)) for _ in range(5))
         frame = pd.DataFrame(
             {
-                "metric": np.repeat([block[0] for block in self.blocks], sizes),
+                "metric": np.repeat(np.array(names, dtype=object), sizes),
                 "layer": pd.array(layer, dtype="Int64"),
                 "example": pd.array(example, dtype="Int64"),
                 "value": value,

@@ -1,11 +1,15 @@
 """Bootstrap confidence intervals of means, quotients and areas under ROC curves over examples."""
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 RESAMPLES = 1000
+AT_ONCE = 100
+"""Resamples that are in memory as float64 together: all of them would take 8 kB an example."""
 CONFIDENCE = 0.95
 
 
@@ -19,12 +23,18 @@ class Estimate(NamedTuple):
 
 @lru_cache(maxsize=4)  # all metrics of a table share one of a few numbers of examples
 def resampling_counts(num_examples: int, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
-    """How often each example is drawn in each resample with replacement: (resamples, n)."""
+    """How often each example is drawn in each resample with replacement: (resamples, n) small integers."""
     generator = np.random.default_rng(seed)
-    drawn = generator.integers(num_examples, size=(resamples, num_examples))
-    offsets = num_examples * np.arange(resamples)[:, None]
-    counts = np.bincount((drawn + offsets).ravel(), minlength=resamples * num_examples)
-    return counts.reshape(resamples, num_examples).astype(np.float64)
+    counts = np.empty((resamples, num_examples), dtype=np.uint16)
+    for resample in counts:
+        resample[:] = np.bincount(generator.integers(num_examples, size=num_examples), minlength=num_examples)
+    return counts
+
+
+def _some_at_a_time(counts: np.ndarray) -> Iterator[np.ndarray]:
+    """(resamples, n) -> parts of it, float64"""
+    for start in range(0, len(counts), AT_ONCE):
+        yield counts[start : start + AT_ONCE].astype(np.float64)
 
 
 def bootstrap_ratio(numerator: np.ndarray, denominator: np.ndarray, counts: np.ndarray) -> tuple[Estimate, Estimate]:
@@ -34,7 +44,8 @@ def bootstrap_ratio(numerator: np.ndarray, denominator: np.ndarray, counts: np.n
     sum to zero is NaN and takes no part in the mean; so are resamples without a single defined example.
     """
     value, over_layers = _quotients(numerator.sum(0, keepdims=True), denominator.sum(0, keepdims=True))
-    drawn, drawn_over_layers = _quotients(counts @ numerator, counts @ denominator)
+    sums = [(some @ numerator, some @ denominator) for some in _some_at_a_time(counts)]
+    drawn, drawn_over_layers = _quotients(*(np.concatenate(part) for part in zip(*sums, strict=True)))
     return (
         Estimate(value[0], *_interval(drawn)),
         Estimate(over_layers[0], *_interval(drawn_over_layers)),
@@ -47,8 +58,12 @@ def bootstrap_auc(scores: np.ndarray, is_class: np.ndarray, counts: np.ndarray) 
     scores (n, classes), is_class (n, classes) bool, counts (resamples, n) -> an estimate of shape (). In a resample an
     example counts as often as it was drawn; a tie counts half.
     """
-    single = np.ones((1, len(scores)))
-    drawn = np.stack([_areas(scores[:, c], is_class[:, c], np.vstack([single, counts])) for c in _classes(is_class)])
+
+    def areas(c: int) -> np.ndarray:  # (1 + resamples,): each example once, then the resamples
+        every = chain([np.ones((1, len(scores)))], _some_at_a_time(counts))
+        return np.concatenate([_areas(scores[:, c], is_class[:, c], part) for part in every])
+
+    drawn = np.stack([areas(c) for c in _classes(is_class)])
     over_classes = _quotients(np.nan_to_num(drawn).T, np.isfinite(drawn).T.astype(float))[1]  # (1 + resamples,)
     return Estimate(over_classes[0], *_interval(over_classes[1:]))
 
@@ -61,11 +76,12 @@ def _classes(is_class: np.ndarray) -> list[int]:
 
 def _areas(scores: np.ndarray, members: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """One class: the share of pairs (member, other) ranked rightly; (n,), (n,) bool, (r, n) -> (r,), NaN if none."""
-    inside, outside = scores[members][:, None], scores[~members][None]
-    right = (inside > outside) + 0.5 * (inside == outside)
-    of_members, of_others = counts[:, members], counts[:, ~members]
+    order = np.argsort(scores, kind="stable")
+    _, starts = np.unique(scores[order], return_index=True)  # where each of the u different scores begins
+    counts, members = counts[:, order], members[order]
+    of_members, of_others = (np.add.reduceat(counts * who, starts, axis=1) for who in (members, ~members))  # (r, u)
     pairs = of_members.sum(1) * of_others.sum(1)
-    won = ((of_members @ right) * of_others).sum(1)
+    won = (of_members * (of_others.cumsum(1) - 0.5 * of_others)).sum(1)  # others below, and half of those beside
     return np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0)
 
 

@@ -66,9 +66,10 @@ def compare(
     if recorded and any("attention" in metric.needs for metric in collector.metrics.values()):
         collector.training = training_tokens(prompts, recorded)
     for examples in torch.arange(len(zsl)).split(COMPARED):  # what metrics make in between is several times their input
-        trained, other = (None if seen is None else seen.take(examples) for seen in (ft, other_ft))
         some = None if weights is None else replace(weights, ft=weights.ft[examples])
-        collector.add(examples, zsl.take(examples), icl.take(examples), trained, other_ft=other, weights=some)
+        parts = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
+        collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
+        del parts  # before the next ones are there
     method = "none" if ft is None else ft.method
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 

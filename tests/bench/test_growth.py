@@ -110,9 +110,16 @@ def test_validation_set_is_measured_in_a_process_of_its_own() -> None:
         assert 0 < point.memory < 2**30
 
 
+def test_memory_hardly_grows_with_the_validation_set() -> None:
+    few, many = validation_point(SHAPE, 100), validation_point(SHAPE, 700)
+    assert few.memory is not None
+    assert many.memory is not None
+    assert (many.memory - few.memory) / 600 < 1000 * growth.MEMORY_OF_AN_EXAMPLE * SHAPE.layers
+
+
 def test_all_sweeps_are_measured_and_drawn(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def point(shape: Shape, examples: int) -> SweepPoint:
-        return SweepPoint(VALIDATION, examples, 800, None, 0.1, compare=0.01, memory=2**20 * (100 + examples))
+        return SweepPoint(VALIDATION, examples, 800, None, 0.1, compare=0.01, memory=2**20 * 100 + 50_000 * examples)
 
     monkeypatch.setattr(growth, "validation_point", point)
     findings = BenchFindings("tiny", "test")
@@ -123,6 +130,9 @@ def test_all_sweeps_are_measured_and_drawn(model: Model, monkeypatch: pytest.Mon
     assert theirs[-1] / theirs[0] > 2 * ours[-1] / ours[0]
     options, classes = ([point.ours for point in sweeps[name]] for name in (SWEEPS[2].name, "classes"))
     assert options[-1] / options[0] > classes[-1] / classes[0]  # a sequence each, against one for all
-    assert "From 25 to 200 validation examples peak memory grows by 175 MiB, 1049 kB an example." in findings.notes
+    (memory,) = (limit for limit in findings.limits if "validation example" in limit.what)
+    assert memory.value == pytest.approx(50 / SHAPE.layers)
+    assert memory.kept
+    assert any("From 100 to 400 validation examples peak memory grows by 14 MiB, 50 kB" in n for n in findings.notes)
     plot(findings.points, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")

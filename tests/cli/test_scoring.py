@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fairseq_icl.observing.observation import load_observations
+from fairseq_icl.observing.saved import load_observations
 from fairseq_icl.results import means, read_results
 from tests.commands import Result, assert_one_clear_line, run, succeeded
 from tests.world import World

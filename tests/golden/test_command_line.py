@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fairseq_icl.models.checkpoints import read_checkpoint
-from fairseq_icl.observing.observation import load_observations
+from fairseq_icl.observing.saved import load_observations
 from fairseq_icl.results import read_gradient_record, read_results
 from tests.commands import PLUGIN, run, succeeded
 from tests.golden.folder import Golden

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.observing.observation import Observation, concatenate, load_observations, save_observations
+from fairseq_icl.observing.observation import Observation, concatenate
+from fairseq_icl.observing.saved import load_observations, save_observations
 from tests.observing.tiny import look, make_queries, tiny_model
 
 

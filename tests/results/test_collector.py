@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fairseq_icl.metrics import default_names
 from fairseq_icl.metrics.training_attention import TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
+from fairseq_icl.observing.observation import Observation
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import COLUMNS
 from fairseq_icl.results import collector as collector_module
@@ -54,6 +55,41 @@ def test_the_table_does_not_depend_on_order_batches_or_processes(triple, data):
         for collector in (merged, collected(*triple))
     )
     pd.testing.assert_frame_equal(merged, expected, check_exact=False, rtol=0, atol=1e-9)
+
+
+def test_no_bit_of_an_example_depends_on_the_examples_beside_it():
+    """Neither on how many there are, nor on how far their longer rows and further options fill up its own."""
+    sizes = {"n": 40, "layers": 3, "heads": 2, "tokens": 37, "width": 50, "options": 5}
+    triple = []
+    for seed in range(3):
+        seen = random_observation(seed, **sizes)
+        logprobs = seen.option_logprobs.masked_fill(torch.arange(5) > 1 + torch.arange(40)[:, None] % 4, -torch.inf)
+        depth = torch.randn(40, 3, 5).masked_fill(logprobs[:, None].isinf(), -torch.inf)
+        tops = {"top_tokens": torch.randint(12, (40, 10)), "top_logprobs": -10 * torch.rand(40, 10)}
+        gold = {"gold": torch.zeros(40, dtype=torch.long)}
+        triple.append(replace(seen, option_logprobs=logprobs, depth_scores=depth, label_prior=None, **tops, **gold))
+    training = TrainingTokens(torch.randn(3, 12, 50), torch.arange(12) // 4, torch.arange(12))
+    whole = collected(*triple, training=training)
+    for size in (1, 3, 17):
+        parted = Collector(training=training)
+        for examples in torch.randperm(40).split(size):
+            parted.add(examples, *(without_filling(seen.take(examples)) for seen in triple))
+        for kind in ("metrics", "lengths", "labels", "sets"):
+            series = getattr(parted.seen, kind)
+            assert series.keys() == getattr(whole.seen, kind).keys()
+            for name, expected in getattr(whole.seen, kind).items():
+                assert np.array_equal(series[name].values, expected.values, equal_nan=True), f"{name}, {size} at a time"
+
+
+def without_filling(seen: Observation) -> Observation:
+    """Rows no wider than the longest of these examples, options no more than the most of them."""
+    options = int(seen.option_logprobs.isfinite().sum(1).max())
+    return replace(
+        seen,
+        attention_row=seen.attention_row[..., -int(seen.query_length.max()) :],
+        option_logprobs=seen.option_logprobs[:, :options],
+        depth_scores=seen.depth_scores[..., :options],
+    )
 
 
 @settings(max_examples=30)
