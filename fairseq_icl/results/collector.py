@@ -8,8 +8,10 @@ Beside every cosine NAME of two measured vectors stands `length_ratio_NAME`: the
 second's (FT's) divided by the first's (ICL's). It has means only, no rows for single examples.
 """
 
+import ctypes
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +72,16 @@ def compare(
         parts = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
         collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
         del parts  # before the next ones are there
+        _give_back()
     method = "none" if ft is None else ft.method
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
+
+
+def _give_back() -> None:
+    """Return to the system what was freed. The values that stay lie between the holes that the parts leave, and glibc
+    would go on growing its heap beside them."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> TrainingTokens | None:
