@@ -65,6 +65,8 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
         key, _, value = override.partition("=")
         if key == "model" and "," not in value and _is_path(value):
             result += ["model=checkpoint", f"model.path={quoted(value)}"]
+            if value.endswith(MODEL_FILE):  # a path given as well must not hide the file
+                result.append(f"model.file={quoted(value)}")
             continue
         if key.split(".")[0] in ("vary", "variants"):  # mappings that Hydra would not let grow
             override = f"++{override}"
@@ -131,18 +133,25 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
-    """The model with what a YAML file of the user's says of it, where its path names one (model=FILE.yaml)."""
+    """The model with what a YAML file of the user's says of it (model=FILE.yaml, or a path that names one).
+
+    What the command says beside the file counts before what the file says.
+    """
     path = model.get("path")
-    if not isinstance(path, str) or not path.endswith(MODEL_FILE):
+    file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
+    if file is None:
         return model
-    said = read_yaml(Path(path))
+    if not isinstance(file, str):
+        raise UserError(f"model.file={file}: must be a text, the path of a model's YAML file")
+    said = read_yaml(Path(file))
     if not isinstance(said, dict) or not isinstance(said.get("path"), str):
-        raise UserError(f"{path}: not a model's YAML file; it needs at least the line path: CHECKPOINT_OR_FOLDER")
+        raise UserError(f"{file}: not a model's YAML file; it needs at least the line path: CHECKPOINT_OR_FOLDER")
     for key in said:
         if key not in MODEL_KINDS:
-            raise UserError(f"{path}: unknown key {key}; {nearest(str(key), MODEL_KINDS)}")
-    named = {} if model.get("name") is None else {"name": model["name"]}
-    return {**model, **said, **named}
+            raise UserError(f"{file}: unknown key {key}; {nearest(str(key), MODEL_KINDS)}")
+    unsaid = read_yaml(FOLDER / "model" / "checkpoint.yaml") | {"path": file}
+    given = {key: value for key, value in model.items() if value != unsaid.get(key)}
+    return {**model, **said, **given}
 
 
 KINDS: dict[str, tuple[type, ...]] = {
