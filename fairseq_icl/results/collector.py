@@ -69,7 +69,7 @@ def compare(
         collector.training = training_tokens(prompts, recorded)
     for examples in torch.arange(len(zsl)).split(COMPARED):  # what metrics make in between is several times their input
         some = None if weights is None else replace(weights, ft=weights.ft[examples])
-        parts = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
+        parts: list[Any] = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
         collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
         del parts  # before the next ones are there
         _give_back()
