@@ -179,7 +179,7 @@ def judge_memory(findings: BenchFindings, shape: Shape) -> None:
     findings.notes.append(
         f"From {sizes[0]} to {sizes[-1]} validation examples peak memory grows by "
         f"{(memory[-1] - memory[0]) / MEBI:.0f} MiB, {kilobytes:.0f} kB an example (least squares): what was observed "
-        "lies in files, what grows is the table of results."
+        "lies in files, the table of results does not."
     )
 
 
