@@ -64,9 +64,11 @@ def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
         override = re.sub(r"^dataset=", "datasets=", override)
         key, _, value = override.partition("=")
         if key == "model" and "," not in value and _is_path(value):
-            result += ["model=checkpoint", f"model.path={quoted(value)}"]
-            if value.endswith(MODEL_FILE):  # a path given as well must not hide the file
+            result.append("model=checkpoint")
+            if value.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
                 result.append(f"model.file={quoted(value)}")
+            if not value.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
+                result.append(f"model.path={quoted(value)}")
             continue
         if key.split(".")[0] in ("vary", "variants"):  # mappings that Hydra would not let grow
             override = f"++{override}"

@@ -70,3 +70,23 @@ def test_mistakes_are_told_in_one_line(overrides, message):
     with pytest.raises(UserError, match=message) as caught:
         compose_configuration(overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_what_the_command_says_of_a_model_counts_before_its_file(tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text("name: small\npath: elsewhere/model\nbpe: null\nlearning_rates: {sst2: {gd: 0.5}, mr: 0.25}\n")
+
+    def model(*words: str) -> dict[str, object]:
+        return compose_configuration(friendly(["experiment=deutch2024", "data=DATA", *words], sweep=False))["model"]
+
+    rates = {"sst2": {"gd": 0.5}, "mr": 0.25}
+    plain = model(f"model={file}")
+    assert (plain["name"], plain["path"], plain["bpe"]) == ("small", "elsewhere/model", None)
+    moved = model(f"model={file}", "model.path=here/model")
+    assert (moved["name"], moved["path"], moved["learning_rates"]) == ("small", "here/model", rates)
+    assert model("model.path=here/model", f"model={file}") == moved
+    assert model(f"model={file}", "model.name=large")["name"] == "large"
+    assert model(f"model={file}", "++model.learning_rates={sst2:1.0}")["learning_rates"] == {"sst2": 1.0}
+    assert "file" not in plain
+    with pytest.raises(UserError, match="model.file=3: must be a text"):
+        model(f"model={file}", "model.file=3")
