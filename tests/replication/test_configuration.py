@@ -88,5 +88,5 @@ def test_what_the_command_says_of_a_model_counts_before_its_file(tmp_path):
     assert model(f"model={file}", "model.name=large")["name"] == "large"
     assert model(f"model={file}", "++model.learning_rates={sst2:1.0}")["learning_rates"] == {"sst2": 1.0}
     assert "file" not in plain
-    with pytest.raises(UserError, match="model.file=3: must be a text"):
+    with pytest.raises(UserError, match=r"model\.file=3: must be a text"):
         model(f"model={file}", "model.file=3")
