@@ -1,10 +1,11 @@
 """The tables of docs/findings.md, from the results folders of the runs that the page names.
 
-    python -m examples.findings --runs DEUTCH LINEARIZED STABILITY AUDIT --page docs/findings.md
+    python -m examples.findings --runs DEUTCH LINEARIZED STABILITY AUDIT --papers-rates OTHER --page docs/findings.md
 
 writes what is in the folders between the marks of the page; what is not there yet is left out. Means and standard
 deviations are over seeds. The verdicts and figures are those that `fairseq-icl report DEUTCH` wrote. The numbers of
-every cell stand beside the page (docs/findings.csv); cells that are there and not in the folders are kept.
+every cell stand beside the page (docs/findings.csv); cells that are there and not in the folders are kept. OTHER is a
+run of the same experiment at the learning rates of the papers; in the file its model's name says so.
 """
 
 import argparse
@@ -20,8 +21,12 @@ from fairseq_icl.replication.report.run import IDENTITY, load_run
 
 COLUMNS = [*IDENTITY, "seed", "permutation", "metric", "value", "key"]
 MOVED = "perturbation="
+PAPERS_RATES = ", papers' rates"
+"""What is added to the model's name in a run at the learning rates of the papers."""
 DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
 FIGURES = ("over_tasks", "layers_sim_aou_norm", "partition")
+SHORT = ("sim_aou", "sim_aou_norm", "sim_am_delta")
+"""The metrics of the smaller tables."""
 ANSWERS = {
     "accuracy": "Accuracy",
     "accuracy_calibrated": "Accuracy, calibrated by inputs without content",
@@ -46,14 +51,21 @@ def main() -> None:
     parser.add_argument(
         "--runs", nargs="+", type=Path, required=True, help="results folders, the one with figures first"
     )
+    parser.add_argument("--papers-rates", nargs="*", type=Path, default=[], help="folders of runs at the papers' rates")
     parser.add_argument("--page", type=Path, required=True)
     arguments = parser.parse_args()
-    values = with_earlier(cell_values(arguments.runs), arguments.page.with_suffix(".csv"))
+    found = cell_values(arguments.runs)
+    if arguments.papers_rates:
+        others = cell_values(arguments.papers_rates)
+        found = pd.concat([found, others.assign(model=others["model"] + PAPERS_RATES)], ignore_index=True)
+    values = with_earlier(found, arguments.page.with_suffix(".csv"))
+    at_papers = values["model"].str.endswith(PAPERS_RATES)
+    papers, values = summarised(values[at_papers]), values[~at_papers]
     summary = summarised(values)
-    report = arguments.runs[0] / "report"
     parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(values)]
-    parts.append(stability(summary))
-    parts += [verdicts(report / "verdicts.csv"), *figures(report / "figures", arguments.page)]
+    parts += [stability(summary), papers_rates(papers)]
+    parts += [verdicts(run) for run in (*arguments.runs[:1], *arguments.papers_rates)]
+    parts += figures(arguments.runs[0] / "report" / "figures", arguments.page)
     text = "\n\n".join(part for part in parts if part)
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
 
@@ -114,7 +126,7 @@ def untrained(summary: pd.DataFrame) -> str:
     """The trained model beside the two baselines."""
     lines = [
         (f"{SIMILARITIES[metric]}, {init}", *row(chosen(summary, init), "gd", metric))
-        for metric in ("sim_aou", "sim_aou_norm", "sim_am_delta")
+        for metric in SHORT
         for init in ("pretrained", "trained-embeddings", "layer-norms")
     ]
     baselines = [line for line in lines if "pretrained" not in line[0]]
@@ -123,10 +135,7 @@ def untrained(summary: pd.DataFrame) -> str:
 
 def linearized(summary: pd.DataFrame) -> str:
     """Linearized fine-tuning, on the seeds that have it."""
-    lines = [
-        (f"{SIMILARITIES[metric]}, linearized", *row(chosen(summary), "linearized", metric))
-        for metric in ("sim_aou", "sim_aou_norm", "sim_am_delta")
-    ]
+    lines = [(f"{SIMILARITIES[metric]}, linearized", *row(chosen(summary), "linearized", metric)) for metric in SHORT]
     return table("### Linearized fine-tuning", lines) if any(map(known, lines)) else ""
 
 
@@ -155,23 +164,37 @@ def audit(values: pd.DataFrame) -> str:
     lines = []
     for variant in ["", *dict.fromkeys(variants["variant"])]:
         cells = summary[(summary["variant"] == variant) & summary["dataset"].isin(datasets)]
-        one = [
-            number(cells, "gd", metric, dataset)
-            for metric in ("sim_aou", "sim_aou_norm", "sim_am_delta")
-            for dataset in datasets
-        ]
+        one = [number(cells, "gd", metric, dataset) for metric in SHORT for dataset in datasets]
         lines.append((f"`{variant}`" if variant else "as the authors ran it", *one))
-    heads = [f"{SIMILARITIES[m]}, {d}" for m in ("sim_aou", "sim_aou_norm", "sim_am_delta") for d in datasets]
+    heads = [f"{SIMILARITIES[m]}, {d}" for m in SHORT for d in datasets]
     return table("### What each reading does (gd)", lines, heads)
 
 
-def verdicts(path: Path) -> str:
-    """The papers' claims, here and on the authors' own runs."""
+def papers_rates(summary: pd.DataFrame) -> str:
+    """What another learning rate changes, on the datasets that have it."""
+    plain = chosen(summary)
+    metrics = {"auc_ft": "AUC, fine-tuned", **{name: SIMILARITIES[name] for name in SHORT}}
+    lines = [
+        (f"{name}, {method}", *row(plain, method, metric))
+        for metric, name in metrics.items()
+        for method in ("gd", "lcgd")
+    ]
+    lines.append(("alpha: SimAM_delta between gd and lcgd", *row(plain, "alpha", "alpha")))
+    untrained = chosen(summary, "trained-embeddings")
+    lines += [(f"{SIMILARITIES[name]}, trained-embeddings", *row(untrained, "gd", name)) for name in SHORT]
+    return table("### The same at the papers' learning rates", lines) if any(map(known, lines)) else ""
+
+
+def verdicts(run: Path) -> str:
+    """The papers' claims, here and on the authors' own runs, as the report of the run has them; "" without one."""
+    path = run / "report" / "verdicts.csv"
+    if not path.is_file():
+        return ""
     said = pd.read_csv(path)
     said = said[said["here"] != "no data"]
     columns = ["claim", "here", "effect", "why", "authors' runs"]
     rows = [tuple(str(line[name]).strip("'") for name in columns) for _, line in said.iterrows()]
-    return table("### Do the papers' claims hold?", rows, columns[1:])
+    return table(f"### Do the papers' claims hold? ({run.name})", rows, columns[1:])
 
 
 def figures(folder: Path, page: Path) -> list[str]:
