@@ -56,8 +56,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = cell_values(arguments.runs)
     if arguments.papers_rates:
-        others = cell_values(arguments.papers_rates)
-        found = pd.concat([found, others.assign(model=others["model"] + PAPERS_RATES)], ignore_index=True)
+        others = cell_values(arguments.papers_rates).assign(model=found["model"].iloc[0] + PAPERS_RATES)
+        found = pd.concat([found, others], ignore_index=True)
     values = with_earlier(found, arguments.page.with_suffix(".csv"))
     at_papers = values["model"].str.endswith(PAPERS_RATES)
     papers, values = summarised(values[at_papers]), values[~at_papers]
