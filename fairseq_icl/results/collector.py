@@ -72,7 +72,8 @@ def compare(
         parts: list[Any] = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
         collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
         del parts  # before the next ones are there
-        _give_back()
+        if len(zsl) > COMPARED:  # with a single part nothing comes that could make the heap grow
+            _give_back()
     method = "none" if ft is None else ft.method
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 
