@@ -3,7 +3,6 @@
 Memory is measured in a process of its own for every case: `python -m fairseq_icl.bench.measure SHAPE CASE WAY`.
 """
 
-import ctypes
 import gc
 import json
 import subprocess
@@ -19,6 +18,7 @@ from fairseq_icl.api import observe
 from fairseq_icl.bench import authors
 from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit
 from fairseq_icl.bench.shapes import SHAPES, Shape, demonstration, model_of, random_prompts, weight_bytes
+from fairseq_icl.files import give_back_memory
 from fairseq_icl.models import Model
 from fairseq_icl.operations import like_feed_forward
 
@@ -148,7 +148,7 @@ def _training(shape: Shape, model: Model, case: str, way: str) -> Callable[[bool
 def peak_bytes_of(way: Callable[[], object]) -> int:
     """How far the resident memory of this process rises above its present size while `way` runs (Linux)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     way()

@@ -58,7 +58,7 @@ def observe(
     - `limit`: only the first so many queries.
 
     **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a
-    temporary file that goes with it, so memory does not grow with n.
+    temporary file that goes with it, so memory grows little with n.
     """
     queries = prompts.queries[:limit]
     if not queries:

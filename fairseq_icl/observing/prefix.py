@@ -154,10 +154,10 @@ def joint_attention(
     """
     parts = queries_keys_values(module, x, packed.position + start)  # (N, H, 1, D) each
     query, key, value = (part[:, :, 0] for part in parts)  # (N, H, D)
-    chosen = slice(None) if rows is None else rows
     if rows is not None and len(rows) == 0:
         output = torch.zeros_like(x)
     else:
+        chosen = slice(None) if rows is None else rows
         seen = prefix_keys, prefix_values, momentum
         attended = _attended(rule_of(module), query, key, value, packed, *seen, chosen)
         output = module.out_proj(attended.flatten(1))[None]

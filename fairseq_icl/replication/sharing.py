@@ -11,7 +11,6 @@ The parent makes the folder, removes models that no unfinished cell needs, and t
 leaves that was killed, the next run sweeps away (store.py).
 """
 
-import ctypes
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import is_abandoned, reason_of, remove, temporary_prefix, write_atomically
+from fairseq_icl.files import give_back_memory, is_abandoned, reason_of, remove, temporary_prefix, write_atomically
 from fairseq_icl.models import Model, facts_of, load_from
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.models.pretrained_lm import PretrainedLM
@@ -90,7 +89,7 @@ def base_model(files: ModelFiles, cell: Cell, say: Callable[[str], None]) -> Mod
         with Locks(folder).hold(path.stem, wait=True, say=say):
             own = None if path.exists() else _load_and_write(files, cell, path, say)
         if own is None:
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed below the heap's end would stay with this process
+            give_back_memory()  # of the model that was loaded to be written
             return Model(_mapped(path), files, *facts_of(cell.settings))
     except (StoreError, OSError):  # the folder was removed because the disk is full, which was told
         return load_from(files, cell.settings)

@@ -8,10 +8,8 @@ Beside every cosine NAME of two measured vectors stands `length_ratio_NAME`: the
 second's (FT's) divided by the first's (ICL's). It has means only, no rows for single examples.
 """
 
-import ctypes
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import give_back_memory
 from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
@@ -73,16 +72,9 @@ def compare(
         collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
         del parts  # before the next ones are there
         if len(zsl) > COMPARED:  # with a single part nothing comes that could make the heap grow
-            _give_back()
+            give_back_memory()
     method = "none" if ft is None else ft.method
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
-
-
-def _give_back() -> None:
-    """Return to the system what was freed. The values that stay lie between the holes that the parts leave, and glibc
-    would go on growing its heap beside them."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> TrainingTokens | None:
