@@ -42,19 +42,23 @@ class Heartbeat:
         self.folder = folder
         self._held = 0
         self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """One lock more."""
         self._held += 1
         if self._held == 1:
             self._stop = threading.Event()
-            threading.Thread(target=_beat, args=(_file_of(self.folder), self._stop), daemon=True).start()
+            self._thread = threading.Thread(target=_beat, args=(_file_of(self.folder), self._stop), daemon=True)
+            self._thread.start()
 
     def end(self) -> None:
         """One lock less."""
         self._held -= 1
         if self._held == 0:
             self._stop.set()
+            if self._thread is not None:
+                self._thread.join(BEAT)  # its last touch comes before the removal; nobody waits for a disk that hangs
             with suppress(OSError):
                 _file_of(self.folder).unlink(missing_ok=True)
 
@@ -63,9 +67,7 @@ def _beat(path: Path, stop: threading.Event) -> None:
     while not stop.is_set():
         with suppress(OSError):  # a full disk, or the folder is gone: others then hear nothing, which is true enough
             path.touch()
-        if stop.wait(beat_every()):
-            with suppress(OSError):  # touched in the very moment in which it was removed
-                path.unlink(missing_ok=True)
+        stop.wait(beat_every())
 
 
 def last_beat(folder: Path, pid: int, host: str) -> float | None:

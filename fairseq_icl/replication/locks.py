@@ -82,9 +82,9 @@ class Locks:
         """Hold the lock of `key`; yields False if another process holds it and `wait` is not asked for."""
         lock = self._lock(key)
         held = self._acquire(lock, wait, say or _to_stderr)
-        if held:
-            self._heartbeat.start()
         try:
+            if held:
+                self._heartbeat.start()
             yield held
         finally:
             if held:

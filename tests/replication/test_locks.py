@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication import file_systems, locks
+from fairseq_icl.replication.alive import Heartbeat
 from fairseq_icl.replication.file_systems import mounted_as, why_flock_fails
 from fairseq_icl.replication.locks import Locks, holder_of
 from fairseq_icl.replication.store import Store, StoreError
@@ -173,3 +175,21 @@ def test_a_lock_can_be_taken_again_by_the_same_process(tmp_path):
     for _ in range(3):
         with held.hold("k", wait=False) as mine:
             assert mine
+
+
+def test_no_sign_of_life_comes_after_the_last_lock_was_let_go(tmp_path, monkeypatch):
+    touch, begun, done = Path.touch, threading.Event(), threading.Event()
+
+    def slow_touch(path: Path) -> None:
+        begun.set()
+        time.sleep(0.1)
+        touch(path)
+        done.set()
+
+    monkeypatch.setattr(Path, "touch", slow_touch)
+    heartbeat = Heartbeat(tmp_path)
+    heartbeat.start()
+    assert begun.wait(60)
+    heartbeat.end()
+    assert done.is_set()
+    assert list(tmp_path.iterdir()) == []
