@@ -7,6 +7,7 @@ fairseq import this module first. `apply` changes fairseq's own commands; it is 
 
 import argparse
 import collections
+import importlib
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn, Optional
 
 # Before fairseq is imported, which announces at once that an optional package of its speech tasks is missing, and turns
@@ -27,6 +28,29 @@ _level = logging.getLogger().level
 # Before torch multiplies: products in bf16 would use AMX where the processor announces it, and virtual machines exist
 # that announce it and then kill the process (Illegal instruction). fp32 does not use it. A value of the user's stays.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def _called_later(name: str) -> ModuleType:
+    """A stand-in for a module: each of its functions imports it when it is called."""
+
+    def function(attribute: str) -> Callable[..., Any]:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return lambda *args, **kwargs: getattr(importlib.import_module(name), attribute)(*args, **kwargs)
+
+    module = ModuleType(name)
+    vars(module)["__getattr__"] = function
+    return module
+
+
+# While fairseq is imported, which imports these for the scores of two tasks, of audio and of sentence pairs: it would
+# be a third of the time in which a command starts.
+_later: dict[str, ModuleType] = {}
+for _package, _part in (("scipy", "stats"), ("sklearn", "metrics")):
+    if _package not in sys.modules:
+        _later |= {name: _called_later(name) for name in (_package, f"{_package}.{_part}")}
+        vars(_later[_package])[_part] = _later[f"{_package}.{_part}"]
+sys.modules.update(_later)
 
 import torch
 from fairseq import checkpoint_utils, options
@@ -45,6 +69,8 @@ from fairseq_icl.errors import UserError, exit_with, find_user_error
 from fairseq_icl.settings import SETTINGS
 
 logging.getLogger().setLevel(_level)
+for _name in _later:
+    del sys.modules[_name]
 
 TASK = "demonstration_prompting"
 CHECKPOINT_CLASSES: list[Any] = [

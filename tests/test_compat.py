@@ -75,3 +75,17 @@ def test_initialisation_is_skipped_inside_and_back_after_an_error():
     with pytest.raises(KeyError), without_initialisation():
         raise KeyError("stop")
     assert nn.init.normal_ is before
+
+
+def test_what_fairseq_needs_for_other_tasks_is_imported_when_it_is_used():
+    code = """
+import sys, fairseq_icl.compat
+from fairseq.criterions import sentence_prediction as pairs
+from fairseq.tasks import audio_classification as audio
+print([name for name in sys.modules if name.split(".")[0] in ("scipy", "sklearn")])
+print(pairs.f1_score([1, 1, 0, 0], [1, 1, 1, 0]), audio.sklearn_metrics.f1_score([1, 0], [1, 1]))
+import scipy.stats, sklearn.metrics
+print(sklearn.metrics.f1_score([1, 1, 0, 0], [1, 1, 1, 0]), scipy.stats.pearsonr([1, 2, 3], [1, 2, 4]).statistic > 0.9)
+"""
+    done = run(code)
+    assert (done.stdout.splitlines(), done.stderr) == (["[]", "0.8 0.6666666666666666", "0.8 True"], "")
