@@ -6,6 +6,7 @@ is finished, so neither another process nor a resumed run makes them again. Whic
 scheduling.py's.
 """
 
+import gc
 import json
 import os
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import sha256_of
+from fairseq_icl.files import give_back_memory, sha256_of
 from fairseq_icl.models import Model
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.observing import Observation, observe
@@ -142,6 +143,8 @@ class Engine:
     def observe(self, cell: Cell, setting: str, after_demonstration: Watch | None = None) -> Observed:
         """Observe one setting now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
         model, prompts = self.base_model(cell), self.prompts_of(cell)
+        gc.collect()  # fairseq's trainer is in a cycle, and with it what was trained last
+        give_back_memory()
         if setting != "ft":
             return observe(model, prompts, in_context=setting == "icl"), None
         settings = {n: getattr(cell.settings, n) for n, known in SETTINGS.items() if known.affects == (TRAINING,)}

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import give_back_memory
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
@@ -136,6 +137,7 @@ def _train(
             for hook in stop_softmax_gradient(learner.decoder):
                 hooks.enter_context(hook)
         _run(config, task, learner, after_item)
+    give_back_memory()  # of the gradients
     lm.eval()
     tuned = dataclasses.replace(model.under(weights, method.name), **changed)
     return dataclasses.replace(tuned, training_queries=task.training_queries or None, gradients=recorder.table())
