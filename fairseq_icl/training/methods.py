@@ -15,7 +15,7 @@ import yaml
 from fairseq_icl.compat import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.files import ModelFiles
-from fairseq_icl.settings import FLAG_OF_FAIRSEQ, FLAG_OF_TASK, SETTINGS, Settings, nearest
+from fairseq_icl.settings import FLAG_OF_FAIRSEQ, FLAG_OF_TASK, SETTINGS, Setting, Settings, nearest
 
 ENTRY_POINT_GROUP = "fairseq_icl.methods"
 PROTOCOL: dict[str, Any] = {
@@ -70,6 +70,11 @@ class Method:
     def trained(self) -> tuple[str, ...]:
         """The methods whose fine-tuned models a cell of this method needs: its own, the two it compares, or none."""
         return self.compares or ((self.name,) if self.trains else ())
+
+    def reads(self, known: Setting) -> bool:
+        """Whether a setting of training can matter to this method: fairseq's own loss has none of those of other losses."""
+        own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
+        return own_loss or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -162,8 +162,18 @@ def test_audit_shares_all_that_a_difference_leaves_alone():
     for cell in cells:
         icl.setdefault(cell.observed("icl"), []).append(cell.variant)
     assert sorted(map(len, icl.values()), reverse=True)[0] == len(cells) - 4  # position twice, permutation_zero, paper
-    ft = {cell.observed("ft") for cell in cells}
-    assert len(ft) == len(cells) - 2  # random_update and attention_similarity change metrics only
+    ft = {}
+    for cell in cells:
+        ft.setdefault(cell.observed("ft"), []).append(cell.variant)
+    metrics_alone = {"random_update=gaussian", "attention_similarity=probabilities"}
+    layer_causal_alone = {f"layer_causal_point={point}" for point in ("attention", "attention_output")}
+    assert max(map(set, ft.values()), key=len) == {"", *metrics_alone, *layer_causal_alone, "layer_loss=mean"}
+    assert len(ft) == len(cells) - 5
+
+
+def test_a_layer_causal_audit_trains_anew_for_every_difference_of_training():
+    cells = plan("experiment=audit", "dataset=[sst2]", "seed=2", "method=lcgd", "init=pretrained")
+    assert len({cell.observed("ft") for cell in cells}) == len(cells) - 2
 
 
 def test_switched_labels_of_fine_tuning_leave_icl_alone():
