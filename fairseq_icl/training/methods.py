@@ -72,7 +72,7 @@ class Method:
         return self.compares or ((self.name,) if self.trains else ())
 
     def reads(self, known: Setting) -> bool:
-        """Whether a setting of training can matter to this method: fairseq's own loss has none of other losses' settings."""
+        """Whether a setting of training can matter to this method: fairseq's own loss knows none of other losses'."""
         own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
         return own_loss or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
 
