@@ -10,7 +10,7 @@ run of the same experiment at the learning rates of the papers; in the file its 
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -112,14 +112,18 @@ def answers(summary: pd.DataFrame) -> str:
 
 def similarities(summary: pd.DataFrame) -> str:
     """ICL against both ways of fine-tuning."""
+    return table("### ICL against fine-tuning", both_methods(summary, SIMILARITIES))
+
+
+def both_methods(summary: pd.DataFrame, metrics: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Lines of the metrics after gd and after lcgd, and how alike the two are."""
     plain = chosen(summary)
     lines = [
         (f"{name}, {method}", *row(plain, method, metric))
-        for metric, name in SIMILARITIES.items()
+        for metric, name in metrics.items()
         for method in ("gd", "lcgd")
     ]
-    lines.append(("alpha: SimAM_delta between gd and lcgd", *row(plain, "alpha", "alpha")))
-    return table("### ICL against fine-tuning", lines)
+    return [*lines, ("alpha: SimAM_delta between gd and lcgd", *row(plain, "alpha", "alpha"))]
 
 
 def untrained(summary: pd.DataFrame) -> str:
@@ -172,14 +176,7 @@ def audit(values: pd.DataFrame) -> str:
 
 def papers_rates(summary: pd.DataFrame) -> str:
     """What another learning rate changes, on the datasets that have it."""
-    plain = chosen(summary)
-    metrics = {"auc_ft": "AUC, fine-tuned", **{name: SIMILARITIES[name] for name in SHORT}}
-    lines = [
-        (f"{name}, {method}", *row(plain, method, metric))
-        for metric, name in metrics.items()
-        for method in ("gd", "lcgd")
-    ]
-    lines.append(("alpha: SimAM_delta between gd and lcgd", *row(plain, "alpha", "alpha")))
+    lines = both_methods(summary, {"auc_ft": "AUC, fine-tuned", **{name: SIMILARITIES[name] for name in SHORT}})
     untrained = chosen(summary, "trained-embeddings")
     lines += [(f"{SIMILARITIES[name]}, trained-embeddings", *row(untrained, "gd", name)) for name in SHORT]
     return table("### The same at the papers' learning rates", lines) if any(map(known, lines)) else ""
