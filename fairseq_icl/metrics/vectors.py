@@ -19,6 +19,7 @@ from torch import Tensor
 from fairseq_icl.metrics import Similarity
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
+STRETCH = 1024
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -28,6 +29,18 @@ def sum_of_padded(values: Tensor) -> Tensor:
     `sum` adds in an order that depends on the width. (..., d) -> (...)
     """
     return values.cumsum(-1)[..., -1]
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """Of all numbers of a tensor of any shape, in its own precision; 0-dimensional.
+
+    Stretch by stretch: torch adds up the squares of a matrix in fp32 with an error of 1e-4 at 2048 x 2048, of 1e-2 in
+    the largest.
+    """
+    numbers = x.flatten()
+    even = numbers[: len(numbers) // STRETCH * STRETCH].view(-1, STRETCH)
+    parts = torch.linalg.vector_norm(even, dim=1), torch.linalg.vector_norm(numbers[even.numel() :]).view(1)
+    return torch.linalg.vector_norm(torch.cat(parts))
 
 
 def log_shares(scores: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The two numbers by which every statement is judged: how far two tensors are apart, and whether they point alike."""
 
-import torch
 from torch import Tensor
+
+from fairseq_icl.metrics.vectors import l2_norm
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -11,8 +12,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
         value: what the statement claims, any shape.
         reference: what was computed directly, same shape.
     """
-    scale = torch.linalg.vector_norm(reference)
-    distance = torch.linalg.vector_norm(value - reference)
+    scale, distance = l2_norm(reference), l2_norm(value - reference)
     return float(distance / scale) if scale > 0 else float(distance)
 
 
@@ -21,5 +21,5 @@ def cosine(first: Tensor, second: Tensor) -> float:
 
     0 if one of them is zero: it points nowhere.
     """
-    norms = torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second)
+    norms = l2_norm(first) * l2_norm(second)
     return float((first * second).sum() / norms) if norms > 0 else 0.0

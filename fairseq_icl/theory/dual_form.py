@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.metrics.vectors import l2_norm
 
 
 def linear_attention(values: Tensor, keys: Tensor, query: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class DualRecorder:
         unexplained = float("nan")
         if self.layer.weight.grad is not None:
             gap = self.layer.weight.grad - gradients.T @ inputs
-            unexplained = float(gap.norm() / self.layer.weight.grad.norm().clamp_min(torch.finfo(gap.dtype).tiny))
+            unexplained = float(l2_norm(gap) / l2_norm(self.layer.weight.grad).clamp_min(torch.finfo(gap.dtype).tiny))
         self.steps.append(TrainingStep(inputs, gradients, rule, unexplained))
 
     def dual_layer(self, rules: list[SgdRule] | None = None) -> "DualLayer":

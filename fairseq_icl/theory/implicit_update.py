@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.theory.comparison import cosine
 
 
@@ -76,7 +77,7 @@ def update_path(weight: Tensor, without: Tensor, with_contexts: Tensor) -> Updat
     """dW_k for the MLP inputs (K, in) of one token under K growing contexts; `without` is (in,)"""
     updates = implicit_update(weight, without.expand_as(with_contexts), with_contexts)
     steps = torch.diff(updates, dim=0, prepend=torch.zeros_like(updates[:1]))
-    return UpdatePath(updates, updates.norm(dim=(1, 2)), steps.norm(dim=(1, 2)))
+    return UpdatePath(updates, torch.stack([*map(l2_norm, updates)]), torch.stack([*map(l2_norm, steps)]))
 
 
 def descend_implicitly(weight: Tensor, without: Tensor, with_contexts: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.models.attention import relaxed
 from fairseq_icl.observing.probe import queries_keys_values
 from fairseq_icl.theory.comparison import relative_error
@@ -179,8 +180,8 @@ def implicit_updates(
         weight = layer.fc1.weight.detach()
         path = update_path(weight, inputs[0], torch.stack(inputs[1:]))
         ranks.append(numerical_rank(update.first_weight))
-        norms.append(path.norms / weight.norm())
-        increments.append(path.increments / weight.norm())
+        norms.append(path.norms / l2_norm(weight))
+        increments.append(path.increments / l2_norm(weight))
         updates.append(update.first_weight)
     return ImplicitUpdates(
         torch.tensor(errors), torch.tensor(unmoved), ranks, torch.stack(norms), torch.stack(increments), updates

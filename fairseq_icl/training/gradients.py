@@ -67,7 +67,7 @@ class GradientControl:
         recorded as one, with its `last` step.
         """
         gradients, factor = true_gradients(optimizer, [parameter for _, _, parameter in self.trained])
-        norms = [norm * factor for norm in norms_of(gradients)]  # one a trained parameter
+        norms = norms_of(gradients, factor)  # one a trained parameter
         if not all(map(math.isfinite, norms)):
             if isinstance(optimizer, AMPOptimizer):
                 return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
@@ -86,8 +86,9 @@ class GradientControl:
             for (layer, _, _), gradient in zip(self.trained, gradients, strict=True):
                 if gradient is not None:
                     _limit(gradient, self.clip, limits[layer], layer_norms[layer], factor)
+            norms = norms_of(gradients, factor)
         if self.steps is not None:
-            self.steps.before_step(optimizer, gradients, factor, last=last)
+            self.steps.before_step(optimizer, gradients, norms, last=last)
 
     def after_update(self) -> None:
         """Record the update, of which the optimizer has just taken the last step."""

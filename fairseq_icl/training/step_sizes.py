@@ -14,6 +14,7 @@ from fairseq.optim import FairseqOptimizer
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.settings import Settings
 
 
@@ -53,11 +54,16 @@ class StepSizes:
         self._before: dict[int, Tensor] = {}
 
     def before_step(
-        self, optimizer: FairseqOptimizer, gradients: Sequence[Tensor | None], factor: float, *, last: bool = True
+        self,
+        optimizer: FairseqOptimizer,
+        gradients: Sequence[Tensor | None],
+        norms: Sequence[float],
+        *,
+        last: bool = True,
     ) -> None:
         """Look at the weights, and give the gradients, with which `optimizer` steps, the length asked for.
 
-        It will step with factor * gradients. An update of several steps is measured as one (`last`: its last step).
+        `norms` are theirs in the step itself. An update of several steps is measured as one (`last`: its last step).
         """
         moving = [place for place, gradient in enumerate(gradients) if gradient is not None]
         unseen = range(len(gradients)) if last else moving
@@ -70,16 +76,16 @@ class StepSizes:
                 )
             self._before |= {place: self._parameter(place).detach().clone() for place in moving}
             return
-        rate = float(optimizer.get_lr()) * factor
+        rate = float(optimizer.get_lr())
         if rate == 0 and self.size is not None:
             raise UserError("layer_step=equal: no step can be made of lr=0; give a learning rate above 0")
-        lengths = [rate * norm for norm in norms_of(gradients)]
+        lengths = [rate * norm for norm in norms]
         if self.size is not None:
             factors = self._factors(lengths)
             for (layer, _, _), gradient in zip(self._learning, gradients, strict=True):
                 if gradient is not None:
                     gradient.mul_(factors[layer])
-            lengths = [length * factors[layer] for (layer, _, _), length in zip(self._learning, lengths, strict=True)]
+            lengths = [step * factors[layer] for (layer, _, _), step in zip(self._learning, lengths, strict=True)]
         self._updates = [one + other for one, other in zip(self._updates, lengths, strict=True)]
 
     def after_update(self) -> Moved:
@@ -99,9 +105,9 @@ class StepSizes:
         """
         assert self.size is not None
         squares: dict[int, tuple[float, float]] = {}
-        for place, ((layer, _, _), length) in enumerate(zip(self._learning, lengths, strict=True)):
+        for place, ((layer, _, _), moved) in enumerate(zip(self._learning, lengths, strict=True)):
             step, weight = squares.get(layer, (0.0, 0.0))
-            squares[layer] = (step + length**2, weight + self._weights.get(place, 0.0) ** 2)
+            squares[layer] = (step + moved**2, weight + self._weights.get(place, 0.0) ** 2)
         return {
             layer: self.size * math.sqrt(weight / step) if step > 0 else 1.0
             for layer, (step, weight) in squares.items()
@@ -129,10 +135,8 @@ def is_plain_sgd(optimizer: FairseqOptimizer) -> bool:
     )
 
 
-def norms_of(tensors: Sequence[Tensor | None]) -> list[float]:
-    """l2 norms in fp32 (or fp64), 0 for None; brought to the CPU together."""
-    present = [
-        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors if x is not None
-    ]
+def norms_of(tensors: Sequence[Tensor | None], factor: float = 1.0) -> list[float]:
+    """l2 norms of factor * tensors in fp32 (or fp64), 0 for None; brought to the CPU together."""
+    present = [l2_norm(x.to(torch.promote_types(x.dtype, torch.float32))) for x in tensors if x is not None]
     values = iter(torch.stack(present).tolist() if present else [])
-    return [0.0 if tensor is None else next(values) for tensor in tensors]
+    return [0.0 if tensor is None else factor * next(values) for tensor in tensors]

@@ -1,10 +1,11 @@
 """Draws addressed by example, independent of batching and distributed as promised; cosines defined everywhere."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairseq_icl.metrics.vectors import cosine, gaussian, uniform, unit
+from fairseq_icl.metrics.vectors import cosine, gaussian, l2_norm, uniform, unit
 
 
 @given(st.permutations(range(8)), st.integers(1, 7))
@@ -34,6 +35,14 @@ def test_streams_and_examples_are_uncorrelated():
     a, b = uniform(torch.arange(2), (20000,), "a"), uniform(torch.arange(2), (20000,), "b")
     correlation = torch.corrcoef(torch.cat([a, b]))
     assert (correlation - torch.eye(4)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (1024,), (3, 1025), (2048, 2048), (5_000_001,)])
+def test_the_norm_of_millions_of_numbers_is_exact_to_six_digits(shape: tuple[int, ...]):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = float(x.double().square().sum().sqrt())
+    assert float(l2_norm(x)) == pytest.approx(expected, rel=1e-6)
+    assert float(l2_norm(x.t() if x.dim() == 2 else x)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_cosine_with_a_zero_vector_is_a_counted_zero():

@@ -10,7 +10,7 @@ from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.results import whole_layer_matrix
 from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl
-from fairseq_icl.training.whole_layers import WholeLayers
+from fairseq_icl.training.whole_layers import WholeLayers, _product_square
 from tests.criterions.tiny_model import criterion
 from tests.training.small_models import SAMPLE, optimizer_of, small_model, update, weights_of
 
@@ -28,9 +28,11 @@ def norms_if_everything_learned(model: PretrainedLM) -> list[float]:
     return [float(torch.cat(parts).norm()) for parts in gradients]
 
 
+@pytest.mark.parametrize("learning_part", ["k_proj,self_attn.v_proj", "fc2", "final_layer_norm"])
 @pytest.mark.parametrize("kind", ["fairseq", "rotary"])
-def test_norms_are_those_of_a_model_of_which_everything_learns(kind: str):
+def test_norms_are_those_of_a_model_of_which_everything_learns(kind: str, learning_part: str):
     model = small_model(kind, 3)
+    model.freeze_all_but(learning_part, biases=True)
     learning, control, optimizer = model.trained_names, watched(model), optimizer_of(model)
     assert control.begins_update()
     with control.watching(optimizer, first=True):
@@ -42,6 +44,16 @@ def test_norms_are_those_of_a_model_of_which_everything_learns(kind: str):
     assert model.trained_names == learning
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
     np.testing.assert_allclose(found, norms_if_everything_learned(small_model(kind, 3)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_square_of_a_product_is_that_of_the_matrix_even_where_tokens_cancel(rows: int):
+    torch.manual_seed(0)
+    inputs, gradient = torch.randn(rows, 40), torch.randn(rows, 24)
+    inputs, gradient = torch.cat([inputs, inputs + 1e-3]), torch.cat([gradient, -gradient])
+    exact = float((gradient.double().t() @ inputs.double()).square().sum())
+    assert exact < 1e-4 * float(inputs.square().sum() * gradient.square().sum()) / rows
+    assert _product_square(gradient, inputs) == pytest.approx(exact, rel=1e-6 if rows == 3 else 1e-3)
 
 
 def test_layers_learn_the_same_whether_looked_at_or_not():
