@@ -7,7 +7,9 @@ Works on fairseq's stock `transformer_lm` decoder and its subclasses: hooks on t
 
 **Cross entropy behind a frozen unembedding**, for many layers at once and without keeping any logits. The gradient of
 one row's loss with respect to its features x is  U^T (softmax(U x) - onehot(target)). U is frozen, so this is all that
-backward ever needs: the forward pass computes it chunk by chunk and lets the logits go.
+backward ever needs. The forward pass goes over U once, some of the vocabulary at a time: logits, their exponentials
+and the product with U^T, while both are still in the processor's cache. Sums are scaled down whenever a larger logit
+turns up, and divided by the sum of all exponentials at the end.
 
 Why not `F.linear_cross_entropy`: its chunked path forms a sum over all rows, so the losses of single layers would need
 one call a layer, and a product with the 30 rows of one layer is bound by reading U (51,200 x 768 floats) from memory.
@@ -26,8 +28,10 @@ from torch.nn.functional import pad
 
 from fairseq_icl.errors import UserError
 
-ROWS_PER_CHUNK = 192
-"""At most so many rows share one pass over U: 39 MB of logits at a vocabulary of 51,200; more hardly save time."""
+LOGITS_AT_A_TIME = 2**21
+"""About so many are alive: 8 MB. Twice as many, or half, take as long."""
+LEAST_BLOCK = 1024
+"""Symbols of the vocabulary at a time, however many rows there are: products with fewer are slow."""
 ROW_MULTIPLE = 16
 """Rows are padded to this: CPU kernels take half as long again for numbers of rows that fill no vector register."""
 
@@ -149,11 +153,7 @@ class _UnembeddingLosses(torch.autograd.Function):
         count = len(features) * len(target)
         rows = pad(torch.cat(features), (0, 0, 0, -count % ROW_MULTIPLE))  # (count and padding, dim)
         targets = pad(target.repeat(len(features)), (0, -count % ROW_MULTIPLE))
-        losses = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
-        gradient = torch.empty_like(rows) if any(ctx.needs_input_grad) else None
-        for chunk in _chunks(len(rows)):
-            part = None if gradient is None else gradient[chunk]
-            _fill(losses[chunk], part, unembedding, rows[chunk], targets[chunk])
+        losses, gradient = _losses_and_gradient(unembedding, rows, targets, wanted=any(ctx.needs_input_grad))
         if gradient is not None:
             ctx.save_for_backward(gradient[:count])
         return losses[:count].view(len(features), len(target))
@@ -167,24 +167,31 @@ class _UnembeddingLosses(torch.autograd.Function):
         return None, None, *((part * grad).to(gradient.dtype) for part, grad in parts)
 
 
-def _chunks(rows: int) -> list[slice]:
-    """Chunks of nearly equal size, multiples of ROW_MULTIPLE: a small last one would cost as much as a large one."""
-    number = max(1, math.ceil(rows / ROWS_PER_CHUNK))
-    size = math.ceil(rows / number / ROW_MULTIPLE) * ROW_MULTIPLE
-    return [slice(start, start + size) for start in range(0, rows, size)] if rows else []
-
-
-def _fill(losses: Tensor, gradient: Tensor | None, unembedding: Tensor, rows: Tensor, targets: Tensor) -> None:
-    """Write the `losses` (n,) and, if wanted, the `gradient` (n, dim) of a chunk of rows (n, dim)."""
-    # The vocabulary comes first: with few rows both products are a fifth faster on CPU in this layout.
-    scores = torch.mm(unembedding, rows.t()).to(losses.dtype)  # (vocabulary, n)
-    target_scores = scores.gather(0, targets.unsqueeze(0)).squeeze(0)  # (n,)
-    largest = scores.amax(0)  # (n,)
-    # In place from here: one array of this size is alive, whatever the number of layers.
-    total = scores.sub_(largest).exp_().sum(0)  # (n,)
-    losses.copy_(total.log() + largest - target_scores)
-    if gradient is not None:
-        probabilities = scores.div_(total)
-        minus_one = probabilities.new_full((1, len(targets)), -1.0)
-        error = probabilities.scatter_add_(0, targets.unsqueeze(0), minus_one)  # softmax - onehot
-        gradient.copy_(torch.mm(unembedding.t(), error.to(rows.dtype)).t())
+def _losses_and_gradient(
+    unembedding: Tensor, rows: Tensor, targets: Tensor, *, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses (n,) of rows (n, dim) whose targets are (n,), and if it is wanted each one's gradient (n, dim)."""
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    count, columns = len(rows), rows.t()  # (dim, n)
+    largest = rows.new_full((count,), -math.inf, dtype=exact)
+    total, target_scores = torch.zeros_like(largest), torch.zeros_like(largest)
+    means = rows.new_zeros(rows.size(1), count, dtype=exact) if wanted else None  # (dim, n): total * U^T softmax
+    size = min(len(unembedding), max(LEAST_BLOCK, LOGITS_AT_A_TIME // max(count, 1)))
+    space = rows.new_empty(size, count)
+    for start in range(0, len(unembedding), size):
+        # The vocabulary comes first: with few rows both products are a fifth faster on CPU in this layout.
+        block = unembedding[start : start + size]  # (symbols, dim)
+        scores = torch.mm(block, columns, out=space[: len(block)]).to(exact)  # (symbols, n)
+        place = targets - start
+        found = scores.gather(0, place.clamp(0, len(block) - 1).unsqueeze(0)).squeeze(0)
+        target_scores = torch.where((place >= 0) & (place < len(block)), found, target_scores)
+        before, largest = largest, torch.maximum(largest, scores.amax(0))
+        shrink = (before - largest).exp()
+        weights = scores.sub_(largest).exp_()  # in place
+        total = total * shrink + weights.sum(0)
+        if means is not None:
+            means.mul_(shrink).add_(torch.mm(block.t(), weights.to(rows.dtype)))
+    losses = total.log() + largest - target_scores
+    if means is None:
+        return losses, None
+    return losses, means.div_(total).t().sub(unembedding[targets]).to(rows.dtype)

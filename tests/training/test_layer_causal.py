@@ -1,4 +1,4 @@
-"""Losses behind a frozen unembedding: exact, in chunks, with no logits kept; and which layers get one."""
+"""Losses behind a frozen unembedding: exact, in blocks, with no logits kept; and which layers get one."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from fairseq_icl.errors import UserError
 from fairseq_icl.training import layer_causal
 from fairseq_icl.training.layer_causal import check_decoder, decoder_of, parse_layers, unembedding_losses
-from tests.criterions.tiny_model import build_model, criterion, gradients, sample_of
+from tests.criterions.tiny_model import build_model
 
 TOKENS = [[0, 5, 7, 4, 9, 11], [0, 8, 6, 10, 2, 5]]
 
@@ -30,16 +30,28 @@ def test_losses_and_gradients_are_those_of_cross_entropy(tokens: int, layers: in
     torch.testing.assert_close(torch.autograd.grad((found * weight).sum(), features)[0], expected_gradient)
 
 
-def test_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch):
-    sample, model = sample_of(TOKENS), build_model()
-    whole = gradients(model, criterion()(model, sample)[0])
-    monkeypatch.setattr(layer_causal, "ROWS_PER_CHUNK", 16)
-    torch.testing.assert_close(gradients(model, criterion()(model, sample)[0]), whole)
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+def test_result_does_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, precision: float):
+    generator = torch.Generator().manual_seed(1)
+    unembedding = (10 * torch.randn(50, 8, generator=generator)).to(dtype)  # logits up to hundreds
+    target = torch.randint(50, (7,), generator=generator)
+    features = torch.randn(2, 7, 8, generator=generator).to(dtype).requires_grad_()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        losses = unembedding_losses(unembedding, target, tuple(features))
+        return losses, torch.autograd.grad(losses.sum(), features)[0]
+
+    whole = run()
+    assert bool(whole[0].isfinite().all())
+    monkeypatch.setattr(layer_causal, "LEAST_BLOCK", 8)  # seven blocks, the last with two symbols
+    monkeypatch.setattr(layer_causal, "LOGITS_AT_A_TIME", 1)
+    torch.testing.assert_close(run(), whole, rtol=0, atol=precision)  # weights and gradients are of the order of ten
 
 
-def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layer_causal, "ROWS_PER_CHUNK", 16)
-    vocabulary, dim, layers, tokens = 20_000, 8, 12, 16
+def test_only_one_block_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
+    vocabulary, dim, layers, tokens, block = 20_000, 8, 12, 16, 2_000
+    monkeypatch.setattr(layer_causal, "LEAST_BLOCK", block)
+    monkeypatch.setattr(layer_causal, "LOGITS_AT_A_TIME", 1)
     unembedding, target = torch.randn(vocabulary, dim), torch.arange(tokens)
     features = tuple(torch.randn(tokens, dim, requires_grad=True) for _ in range(layers))
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -47,8 +59,8 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
         unembedding_losses(unembedding, target, features).sum().backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
-    chunk = vocabulary * 16 * 4
-    assert chunk <= alive.max() < 1.2 * chunk
+    logits = block * layers * tokens * 4
+    assert logits <= alive.max() < 1.2 * logits
 
 
 @pytest.mark.parametrize(
