@@ -48,7 +48,9 @@ class TrainingSteps:
             self.learner = LinearizedLM.around(model.lm)
             let_k_and_v_learn(model.lm)  # the expansion has frozen the parameters that it shares with the model
         dictionary = model.files.load_dictionary()
-        self.task = DemonstrationPromptingTask(DemonstrationPromptingConfig(), dictionary, Settings())
+        self.task = DemonstrationPromptingTask(
+            DemonstrationPromptingConfig(record_queries=True), dictionary, Settings()
+        )
         self.criterion: FairseqCriterion = (
             LayerCausalCrossEntropy(self.task)
             if method == "lcgd"

@@ -3,7 +3,6 @@
 from typing import Any
 
 from fairseq.criterions import FairseqCriterion, register_criterion
-from fairseq.data import data_utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ class MatchICL(FairseqCriterion):
             raise UserError("--criterion match_icl: trains on demonstrations; leave out the validation split")
         if self.targets is None:  # before the first step, from the weights as they are then
             self.targets = icl_targets(getattr(model, "module", model), self.task.prompts)
-        tokens = data_utils.collate_tokens(sample["tokens"], self.padding_idx).to(sample["target"].device)  # (B, T)
-        scored = sample["target"].ne(self.padding_idx)  # (B, T - 1)
+        tokens = sample["net_input"]["src_tokens"]  # (B, T)
+        scored = sample["target"].ne(self.padding_idx)[:, :-1]  # (B, T - 1)
         losses = matching_losses(model, decoder_of(model), self.targets, sample["rows"], tokens, scored)
         loss, size = losses.mean(0).sum(), losses.size(1)
         logging_output = {

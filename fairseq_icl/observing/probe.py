@@ -192,22 +192,25 @@ def attention_outputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def observe_training_queries(model: Any, tokens: Tensor) -> Tensor:
-    """(layers, tokens, d): scaled queries, heads concatenated, of one sequence `tokens` (BOS and label included).
-
-    As the model being fine-tuned sees them, just before it learns from the sequence.
-    """
+    """(layers, B, T, d): scaled queries, heads concatenated, of sequences `tokens` (B, T), by a pass of its own."""
     decoder = model.decoder
 
     def run() -> Tensor:
         with attention_inputs(decoder) as inputs:
-            decoder(tokens[None].to(next(decoder.parameters()).device), features_only=True)
-        queries = []
-        for module, x in zip(attention_modules(decoder), inputs, strict=True):
-            if isinstance(module, MultiheadAttention):
-                queries.append(module.q_proj(x[:, 0]) * module.scaling)
-            else:
-                queries.append(queries_keys_values(module, x, 0)[0][0].transpose(0, 1).flatten(1))
-        return torch.stack(queries)
+            decoder(tokens, features_only=True)
+        return training_queries(decoder, inputs)
 
-    seen: Tensor = model.evaluate(run).float().cpu()
+    seen: Tensor = model.evaluate(run)
     return seen
+
+
+@torch.no_grad()
+def training_queries(decoder: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """(layers, B, T, d): scaled queries, heads concatenated, of what `attention_inputs` saw in one pass."""
+    queries = []
+    for module, x in zip(attention_modules(decoder), inputs, strict=True):
+        if isinstance(module, MultiheadAttention):
+            queries.append((module.q_proj(x) * module.scaling).transpose(0, 1))
+        else:
+            queries.append(queries_keys_values(module, x, 0)[0].transpose(1, 2).flatten(2))
+    return torch.stack(queries)

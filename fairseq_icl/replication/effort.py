@@ -150,18 +150,22 @@ def watching(sizes: DecoderSizes, prompts: Prompts, examples: int, *, linearized
 
 
 def fine_tuning(sizes: DecoderSizes, prompts: Prompts, method: Method, settings: Settings) -> Work:
-    """All steps of a method, each with a pass that records the query vectors of its demonstration."""
+    """All steps of a method; query vectors are recorded on the way, or each by a pass of its own."""
     options = PROTOCOL | method.options
     linearized, matches = bool(options["linearize"]), options["criterion"] == "match_icl"
+    on_the_way = options["criterion"] in ("cross_entropy", "layer_causal_ce") and not options["sequential"]
     work = Work()
     for sequence in prompts.finetuning:
         ends = [end for end, scored in enumerate(sequence.scored) if scored]
         steps = [(end + 1, 1) for end in ends] if settings.step_per == "token" else [(len(sequence.tokens), len(ends))]
         for length, scored in steps:
-            recorded = sizes.forward(length, length**2 / 2)
-            work += (_linearized(recorded) if linearized else recorded) + _step(
-                sizes, length - 1, scored, options, settings
-            )
+            work += _step(sizes, length, scored, options, settings)
+            if linearized:
+                work += _linearized(sizes.forward(length, length**2 / 2))
+            elif on_the_way:
+                work += Work({length: 2 * length * sizes.learning("q_proj") * sizes.layers})
+            else:
+                work += sizes.forward(length, length**2 / 2)
     work = times(options["max_epoch"], work)
     if matches:  # its targets: the demonstrations once more, after the prompt and alone
         prefix, lengths = len(prompts.context), [len(sequence.tokens) for sequence in prompts.finetuning]
@@ -175,7 +179,8 @@ def _step(sizes: DecoderSizes, rows: int, scored: int, options: dict[str, object
     """One step on `rows` tokens of which `scored` have a loss."""
     criterion, linearized = options["criterion"], bool(options["linearize"])
     whole = settings.gradient_norms == "all" and not linearized
-    learning = sizes.layer_weights if whole else sizes.learning(settings.train_parameters)
+    formed = ",q_proj,out_proj" if whole else ""  # gradients of frozen matrices whose norm is not found without them
+    learning = sizes.learning(settings.train_parameters + formed)
     layers, losses, extra = sizes.layers, rows, Work()
     if criterion == "layer_causal_ce":
         losses = scored * len(parse_layers(settings.layers, sizes.layers))

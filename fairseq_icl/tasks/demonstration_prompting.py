@@ -1,11 +1,14 @@
 """The task `demonstration_prompting`: demonstrations to fine-tune on or to prompt with, queries to answer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqDecoder
@@ -19,7 +22,7 @@ from fairseq_icl.models.checkpoints import BASE_REFERENCE
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.observing.layout import MAX_TOKENS
-from fairseq_icl.observing.probe import observe_training_queries
+from fairseq_icl.observing.probe import attention_inputs, observe_training_queries, training_queries
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
@@ -89,6 +92,11 @@ def files_of(cfg: Any) -> ModelFiles:
         raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
     named = {flag: cfg[flag] or None for files in TOKENIZER_FILES.values() for flag in files}
     return find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
+
+
+def _runs_the_model_once(criterion: Any) -> bool:
+    """Whether the criterion's one pass over the tokens of a batch is the model's own, no part of it left out."""
+    return type(criterion) is CrossEntropyCriterion or getattr(criterion, "runs_the_model_once", False)
 
 
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)
@@ -191,16 +199,13 @@ class DemonstrationPromptingTask(FairseqTask):
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
         """fairseq's step; remembers what the gradient record needs and, if asked, the query vectors before it."""
         check_precision(self.settings.precision, model, optimizer)
-        if self.cfg.record_queries and not ignore_grad:
-            for row, tokens in zip(sample["rows"], sample["tokens"], strict=True):
-                self.training_queries[row] = observe_training_queries(model, tokens)
         if ignore_grad:
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         control = self._control(model)
         first = control.begins_update()
         if first:
             self._step = ([], 0.0, 0)
-        with control.watching(optimizer, first=first):
+        with control.watching(optimizer, first=first), self._recording_queries(sample, model, criterion):
             if getattr(criterion, "sequential", False):
                 if not first:
                     raise UserError("--update-freq: sequential updates are of one batch each; leave it at 1")
@@ -212,6 +217,28 @@ class DemonstrationPromptingTask(FairseqTask):
         rows, loss_sum, size = self._step
         self._step = (rows + sample["rows"], loss_sum + value, size + int(sample_size))
         return loss, sample_size, logs
+
+    @contextmanager
+    def _recording_queries(self, sample: dict[str, Any], model: Any, criterion: Any) -> Iterator[None]:
+        """Around a step's passes: if asked, keep the demonstrations' query vectors, from before the model learns.
+
+        They are those of the pass that the loss is computed with, where it is the only one and the model's own.
+        """
+        tokens, lengths = sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"]
+
+        def keep(queries: torch.Tensor) -> None:  # (layers, B, T, d)
+            for row, length, own in zip(sample["rows"], lengths.tolist(), queries.unbind(1), strict=True):
+                self.training_queries[row] = own[:, :length].float().cpu()
+
+        if not self.cfg.record_queries:
+            yield
+        elif self.cfg.linearize or getattr(criterion, "sequential", False) or not _runs_the_model_once(criterion):
+            keep(observe_training_queries(model, tokens))
+            yield
+        else:
+            with attention_inputs(model.decoder) as inputs:
+                yield
+            keep(training_queries(model.decoder, inputs[: len(model.decoder.layers)]))
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         """Gradients are final here (averaged and clipped): limit and record them per layer, then step."""

@@ -34,7 +34,7 @@ class FinetuningDataset(FairseqDataset):
         return batch | {"rows": [item["row"] for item in items]} if batch else batch
 
     def num_tokens(self, index: int) -> int:
-        return len(self.items[index][1]) - 1
+        return len(self.items[index][1])
 
     def size(self, index: int) -> int:
         return self.num_tokens(index)
@@ -111,10 +111,13 @@ class QueryDataset(FairseqDataset):
 
 
 def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool], pad: int) -> dict[str, Any]:
-    """One next-token item: source (length - 1) and target (length - 1), padded where nothing is scored."""
-    sequence = torch.tensor(tokens)
-    target = sequence[1:].masked_fill(~torch.tensor(scored)[1:], pad)
-    return {"id": index, "source": sequence[:-1], "target": target, "tokens": sequence}
+    """One next-token item: source (length,) and target (length,), padded where nothing is scored.
+
+    The last token predicts nothing, but is run along: its query vector is recorded with those of the others.
+    """
+    sequence, following = torch.tensor(tokens), torch.tensor([*tokens[1:], pad])
+    target = following.masked_fill(~torch.tensor([*scored[1:], False]), pad)
+    return {"id": index, "source": sequence, "target": target}
 
 
 def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
@@ -131,7 +134,6 @@ def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
             "src_lengths": torch.tensor([len(item["source"]) for item in items]),
         },
         "target": target,
-        "tokens": [item["tokens"] for item in items],
     }
 
 

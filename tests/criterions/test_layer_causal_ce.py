@@ -105,7 +105,7 @@ def test_head_and_embeddings_get_no_gradient_even_if_trainable():
 def test_unscored_and_padded_tokens_do_not_count():
     model = build_model()
     alone, short = criterion()(model, sample_of([TOKENS[0][:4]]))[0], sample_of([TOKENS[0][:4], TOKENS[1]])
-    assert short["target"][0].tolist() == [5, 7, 4, PAD, PAD]
+    assert short["target"][0].tolist() == [5, 7, 4, PAD, PAD, PAD]
     both, other = criterion()(model, short)[0], criterion()(model, sample_of([TOKENS[1]]))[0]
     torch.testing.assert_close(both, alone + other)
 
@@ -114,8 +114,8 @@ def test_unreduced_loss_has_a_value_for_every_target():
     sample = sample_of([TOKENS[0][:4], TOKENS[1]])
     model = build_model()
     each = criterion()(model, sample, reduce=False)[0]
-    assert each.shape == (10,)
-    assert each[3:5].tolist() == [0, 0]
+    assert each.shape == (12,)
+    assert each[3:6].tolist() == [0, 0, 0]
     torch.testing.assert_close(each.sum(), criterion()(model, sample)[0])
 
 
@@ -168,7 +168,7 @@ def test_linearized_top_layer_learns_as_in_vanilla_linearized_fine_tuning():
     sample, model = sample_of(TOKENS), linearize(build_model())
     set_deltas(model, random_deltas(model, seed=1))
     logits = model(**sample["net_input"])[0].flatten(0, 1)
-    expected = cross_entropy(logits, sample["target"].flatten(), reduction="sum")
+    expected = cross_entropy(logits, sample["target"].flatten(), reduction="sum", ignore_index=PAD)
     loss, _, logs = criterion()(model, sample)
     torch.testing.assert_close(logs["loss_layer_2"], expected.detach())
     vanilla, causal = gradients(model, expected), gradients(model, loss)

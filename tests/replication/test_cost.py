@@ -79,15 +79,16 @@ def test_fine_tuning_grows_with_demonstrations_and_losses(prompts: Prompts):
     twice = replace(prompts, finetuning=prompts.finetuning * 2)
     work = fine_tuning(SIZES, prompts, gd, prompts.settings)
     assert fine_tuning(SIZES, twice, gd, prompts.settings) == Counter({kind: 2 * n for kind, n in work.items()})
-    tokens = sum(len(sequence.tokens) - 1 for sequence in prompts.finetuning)
+    tokens = sum(len(sequence.tokens) for sequence in prompts.finetuning)
+    scored = sum(sum(sequence.scored) for sequence in prompts.finetuning)
     assert work["logits"] == 2 * tokens * SIZES.vocabulary  # forward, and back
     causal = fine_tuning(SIZES, prompts, lcgd, prompts.settings)
-    assert causal["logits"] == SIZES.layers * work["logits"]
+    assert causal["logits"] == SIZES.layers * 2 * scored * SIZES.vocabulary
     whole = fine_tuning(SIZES, prompts, gd, replace(prompts.settings, gradient_norms="all"))
-    frozen = SIZES.layer_weights - SIZES.learning()
-    assert operations(whole) - operations(work) == 2 * tokens * frozen * SIZES.layers
+    formed = SIZES.learning("q_proj,out_proj")
+    assert operations(whole) - operations(work) == 2 * tokens * formed * SIZES.layers
     token = fine_tuning(SIZES, prompts, gd, replace(prompts.settings, step_per="token"))
-    assert token["calls"] == work["calls"] * tokens / len(prompts.finetuning)
+    assert token["calls"] == work["calls"] * scored / len(prompts.finetuning)
 
 
 def test_every_method_and_the_dynamics_can_be_counted(prompts: Prompts):

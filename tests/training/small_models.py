@@ -16,7 +16,8 @@ from tests.models.test_rotary_lm import LLAMA, RotaryConfig
 from tests.models.test_rotary_lm import decoder as rotary_decoder
 from tests.models.tiny_linearized import build_decoder
 
-SAMPLE = sample_of([[0, 5, 7, 4, 9, 11], [0, 8, 6, 10]]) | {"rows": [7, 3]}
+TOKENS = [[0, 5, 7, 4, 9, 11], [0, 8, 6, 10]]
+SAMPLE = sample_of(TOKENS) | {"rows": [7, 3]}
 RATE = 0.5
 KINDS = ("fairseq", "rotary", "linearized")
 

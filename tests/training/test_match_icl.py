@@ -16,7 +16,7 @@ from fairseq_icl.settings import Settings
 from fairseq_icl.training.match_icl import icl_targets, matching_losses
 from tests.criterions.tiny_model import task
 from tests.prompts.samples import SENTIMENT, spec_of
-from tests.training.small_models import KINDS, SAMPLE, optimizer_of, small_model
+from tests.training.small_models import KINDS, SAMPLE, TOKENS, optimizer_of, small_model
 
 CONTEXT = (0, 5, 9, 2, 7, 4, 2)
 
@@ -24,8 +24,8 @@ CONTEXT = (0, 5, 9, 2, 7, 4, 2)
 def prompts_of(context: tuple[int, ...] = CONTEXT) -> Prompts:
     """The two sequences of the sample as demonstrations, and a prompt of others."""
     sequences = [
-        FinetuningSequence(row, tuple(tokens.tolist()), (False,) + (True,) * (len(tokens) - 1))
-        for row, tokens in zip(SAMPLE["rows"], SAMPLE["tokens"], strict=True)
+        FinetuningSequence(row, tuple(tokens), (False,) + (True,) * (len(tokens) - 1))
+        for row, tokens in zip(SAMPLE["rows"], TOKENS, strict=True)
     ]
     return Prompts(spec_of(SENTIMENT), Settings(), (0,), context, (1, 2), ((1, 3), (4, 6)), (), tuple(sequences))
 
@@ -40,8 +40,8 @@ def criterion_of(prompts: Prompts) -> MatchICL:
 def test_targets_are_what_the_whole_prompt_gives(kind: str):
     model = small_model(kind)
     targets = icl_targets(model, prompts_of())
-    for row, tokens in zip(SAMPLE["rows"], SAMPLE["tokens"], strict=True):
-        whole = torch.cat([torch.tensor(CONTEXT), tokens[1:]])[None]
+    for row, tokens in zip(SAMPLE["rows"], TOKENS, strict=True):
+        whole = torch.tensor([[*CONTEXT, *tokens[1:]]])
         with torch.no_grad(), attention_outputs(model.decoder) as outputs:
             model(whole)
         expected = torch.stack([output[len(CONTEXT) :, 0] for output in outputs])
@@ -57,7 +57,7 @@ def test_all_of_the_change_is_missing_at_the_start_and_less_after_training(kind:
         optimizer.zero_grad()
         loss, size, logs = criterion(model, SAMPLE)
         missing.append(float(loss.detach()) / size)
-        assert size == sum(len(tokens) - 1 for tokens in SAMPLE["tokens"])
+        assert size == sum(len(tokens) - 1 for tokens in TOKENS)
         optimizer.backward(loss / size)
         optimizer.step()
     assert missing[0] == pytest.approx(1, rel=1e-6)
@@ -68,7 +68,7 @@ def test_all_of_the_change_is_missing_at_the_start_and_less_after_training(kind:
 def test_nothing_is_missing_if_the_outputs_are_the_targets():
     model, prompts = small_model("fairseq"), prompts_of()
     targets = icl_targets(model, prompts)
-    tokens = SAMPLE["tokens"][0][None]
+    tokens = torch.tensor(TOKENS[:1])
     with torch.no_grad(), attention_outputs(model.decoder) as outputs:
         model(tokens)
     own = torch.stack([output[1:, 0] for output in outputs])
