@@ -37,7 +37,7 @@ def test_streams_and_examples_are_uncorrelated():
     assert (correlation - torch.eye(4)).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (1024,), (3, 1025), (2048, 2048), (5_000_001,)])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (1024,), (3, 1025), (16, 1025), (2048, 2048), (5_000_001,)])
 def test_the_norm_of_millions_of_numbers_is_exact_to_six_digits(shape: tuple[int, ...]):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     expected = float(x.double().square().sum().sqrt())
