@@ -431,6 +431,8 @@ def _declared() -> dict[str, Setting]:
 
 SETTINGS: dict[str, Setting] = _declared()
 """All settings by name."""
+OF_TRAINING: dict[str, Setting] = {name: known for name, known in SETTINGS.items() if known.affects == (TRAINING,)}
+"""Those that make a difference to fine-tuned models and to nothing else."""
 READING: dict[str, Setting] = {name: known for name, known in SETTINGS.items() if known.is_reading}
 """Those in which the authors' code and the papers' text (may) differ."""
 

@@ -57,7 +57,7 @@ class Heartbeat:
         self._held -= 1
         if self._held == 0:
             self._stop.set()
-            if self._thread is not None:
+            if self._thread is not None and self._thread.is_alive():  # or it could not be started
                 self._thread.join(BEAT)  # its last touch comes before the removal; nobody waits for a disk that hangs
             with suppress(OSError):
                 _file_of(self.folder).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.readers import find_split
 from fairseq_icl.prompts.sampling import read_rows
-from fairseq_icl.settings import OBSERVED, PROMPTS, SETTINGS, TRAINING, Settings
+from fairseq_icl.settings import OBSERVED, OF_TRAINING, PROMPTS, Settings
 from fairseq_icl.training.methods import get_method
 
 KEY_LENGTH = 20
@@ -105,8 +105,7 @@ class Cell:
         settings = self.settings.relevant_to(OBSERVED[setting])
         method = self.method if setting == "ft" else setting
         if setting == "ft":
-            of_training = {name: known for name, known in SETTINGS.items() if known.affects == (TRAINING,)}
-            idle = {name: known.default for name, known in of_training.items() if not get_method(method).reads(known)}
+            idle = {name: known.default for name, known in OF_TRAINING.items() if not get_method(method).reads(known)}
             settings = replace(settings, **idle)
         return replace(self, method=method, variant="", source="", settings=settings, rates=())
 

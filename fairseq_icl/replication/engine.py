@@ -31,7 +31,7 @@ from fairseq_icl.replication.store import Store
 from fairseq_icl.results import provenance, read_gradient_record, write_curve, write_results
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.examples import most_disagreeing
-from fairseq_icl.settings import SETTINGS, TRAINING
+from fairseq_icl.settings import OF_TRAINING
 from fairseq_icl.training import Watch, fine_tuned
 from fairseq_icl.training.dynamics import Curve
 from fairseq_icl.training.gradient_record import write_gradient_record
@@ -142,12 +142,12 @@ class Engine:
 
     def observe(self, cell: Cell, setting: str, after_demonstration: Watch | None = None) -> Observed:
         """Observe one setting now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
-        model, prompts = self.base_model(cell), self.prompts_of(cell)
         gc.collect()  # fairseq's trainer is in a cycle, and with it what was trained last
         give_back_memory()
+        model, prompts = self.base_model(cell), self.prompts_of(cell)
         if setting != "ft":
             return observe(model, prompts, in_context=setting == "icl"), None
-        settings = {n: getattr(cell.settings, n) for n, known in SETTINGS.items() if known.affects == (TRAINING,)}
+        settings = {name: getattr(cell.settings, name) for name in OF_TRAINING}
         watched: dict[str, Any] = {"limits": self._limits(cell), "after_demonstration": after_demonstration}
         with fine_tuned(model, prompts, cell.method, **watched, **settings) as tuned:
             return observe(tuned, prompts), tuned.gradients

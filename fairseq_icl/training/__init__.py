@@ -33,7 +33,7 @@ from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.settings import SETTINGS, TRAINING, Settings, nearest
+from fairseq_icl.settings import OF_TRAINING, Settings, nearest
 from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import gradient_control
 from fairseq_icl.training.methods import Method, check_precision_of, get_method, method_names, training_options
@@ -67,8 +67,7 @@ def fine_tuned(
       `layer_clip_value`, `layer_step`, `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`,
       `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
     - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
-    - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need (a quarter of the
-      time of a vanilla step).
+    - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need.
     - `after_demonstration`: called with (count, tuned, base) after every update that ends a demonstration: how many
       were learnt from, the model as it is then (its weights change later), and the base model.
 
@@ -76,11 +75,9 @@ def fine_tuned(
     what was recorded meanwhile.
     """
     for name in settings:
-        if name not in SETTINGS or SETTINGS[name].affects != (TRAINING,):
-            known = [other for other, setting in SETTINGS.items() if setting.affects == (TRAINING,)]
-            raise UserError(
-                f"{name}: not a setting of training (those of prompts go into build_prompts); {nearest(name, known)}"
-            )
+        if name not in OF_TRAINING:
+            close = nearest(name, OF_TRAINING)
+            raise UserError(f"{name}: not a setting of training (those of prompts go into build_prompts); {close}")
     chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings)
     how = get_method(method)
     if chosen.lr is None:
