@@ -11,4 +11,6 @@ bash scripts/slurm.sh install
 .venv/bin/lint-imports
 # Two workers with a thread each are faster than one with two: most tests wait for a command to start.
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+# In the order of their names commands come early and short files last, so that no worker is left alone with a long one;
+# xdist's own order is by number of tests.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
