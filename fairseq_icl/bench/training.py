@@ -17,6 +17,7 @@ from fairseq_icl.bench.measure import gemm_rate, interleave
 from fairseq_icl.bench.report import BenchFindings, BenchRow, Limit
 from fairseq_icl.bench.shapes import Shape, demonstration, let_k_and_v_learn, weight_bytes
 from fairseq_icl.criterions.layer_causal_ce import LayerCausalCrossEntropy
+from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
@@ -120,8 +121,8 @@ def check_training(findings: BenchFindings, shape: Shape, model: Model, methods:
                 for sample in samples:
                     step(sample)
             results.append(_one_vector(trained.values()))
-        difference = torch.linalg.vector_norm(results[0] - results[1])
-        update = torch.linalg.vector_norm(results[0] - base)
+        difference = l2_norm(results[0] - results[1])
+        update = l2_norm(results[0] - base)
         what = f"{METHODS[method]} weights after {steps} steps, difference over update"
         findings.limits.append(Limit(what, float(difference / update), 1e-4))
 

@@ -37,8 +37,6 @@ LayerCausalCrossEntropyConfig = make_dataclass(
 class LayerCausalCrossEntropy(FairseqCriterion):
     """The sum (or mean) over layers of each layer's logit-lens cross entropy."""
 
-    runs_the_model_once = True  # see the task, which records queries on the way
-
     def __init__(
         self,
         task: Any,

@@ -19,8 +19,9 @@ from torch import Tensor
 from fairseq_icl.metrics import Similarity
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
-STRETCH = 1024
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+STRETCH = 1024
+"""Numbers whose squares are added up together in fp32."""
 
 
 def sum_of_padded(values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from fairseq_icl.results.bootstrap import RESAMPLES
 from fairseq_icl.results.collector import TRAINING_EXAMPLES
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.layer_causal import parse_layers
-from fairseq_icl.training.methods import PROTOCOL, Method
+from fairseq_icl.training.methods import PROTOCOL, RUN_THE_MODEL_ONCE, Method
 from fairseq_icl.training.short_circuit import layer_of_cut
 
 ROWS = (8, 32, 128, 512)
@@ -153,7 +153,7 @@ def fine_tuning(sizes: DecoderSizes, prompts: Prompts, method: Method, settings:
     """All steps of a method; query vectors are recorded on the way, or each by a pass of its own."""
     options = PROTOCOL | method.options
     linearized, matches = bool(options["linearize"]), options["criterion"] == "match_icl"
-    on_the_way = options["criterion"] in ("cross_entropy", "layer_causal_ce") and not options["sequential"]
+    on_the_way = options["criterion"] in RUN_THE_MODEL_ONCE and not options["sequential"]
     work = Work()
     for sequence in prompts.finetuning:
         ends = [end for end, scored in enumerate(sequence.scored) if scored]

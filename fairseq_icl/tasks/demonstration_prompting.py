@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import BaseFairseqModel, FairseqDecoder
@@ -29,7 +29,7 @@ from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
 from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl, check_precision, gradient_control
-from fairseq_icl.training.methods import LOSS_SCALE
+from fairseq_icl.training.methods import LOSS_SCALE, RUN_THE_MODEL_ONCE
 from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
 
@@ -96,7 +96,7 @@ def files_of(cfg: Any) -> ModelFiles:
 
 def _runs_the_model_once(criterion: Any) -> bool:
     """Whether the criterion's one pass over the tokens of a batch is the model's own, no part of it left out."""
-    return type(criterion) is CrossEntropyCriterion or getattr(criterion, "runs_the_model_once", False)
+    return any(type(criterion) is CRITERION_REGISTRY[name] for name in RUN_THE_MODEL_ONCE)
 
 
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)
@@ -228,7 +228,8 @@ class DemonstrationPromptingTask(FairseqTask):
 
         def keep(queries: torch.Tensor) -> None:  # (layers, B, T, d)
             for row, length, own in zip(sample["rows"], lengths.tolist(), queries.unbind(1), strict=True):
-                self.training_queries[row] = own[:, :length].float().cpu()
+                # A copy: as a view it would keep, and a checkpoint save, the padding of the whole batch.
+                self.training_queries[row] = own[:, :length].to("cpu", torch.float32, copy=True)
 
         if not self.cfg.record_queries:
             yield

@@ -44,6 +44,8 @@ LOSS_SCALE: dict[str, Any] = {"fp16_init_scale": 4, "fp16_scale_window": 256}
 """The authors' in fp16: where the dynamic loss scale starts, and after how many updates without overflow it doubles."""
 PRECISION: dict[str, dict[str, Any]] = {"fp32": {}, "fp16": {"fp16": True, **LOSS_SCALE}, "bf16": {"bf16": True}}
 """Options of fairseq's for each precision: its optimizer with fp32 master weights."""
+RUN_THE_MODEL_ONCE = ("cross_entropy", "layer_causal_ce")
+"""Criterions whose one pass over a batch is the model's own: query vectors are recorded on the way."""
 ALL = 1_000_000
 """More demonstrations than anyone has: as --update-freq, all of them make one step."""
 

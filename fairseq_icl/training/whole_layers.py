@@ -33,6 +33,7 @@ class WholeLayers:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError("gradient_norms=all: frozen weights' gradients are not summed over processes; train in one")
         self._layers = list(decoder.layers)
+        self._frozen_products = [_frozen_products(layer) for layer in self._layers]
         self.squares = [0.0] * len(self._layers)
 
     @contextmanager
@@ -43,12 +44,11 @@ class WholeLayers:
         scale = loss_scale(optimizer)
         self.squares = [0.0] * len(self._layers)
         with ExitStack() as stack:
-            for number, layer in enumerate(self._layers):
+            for number, (layer, products) in enumerate(zip(self._layers, self._frozen_products, strict=True)):
                 add = _Sum(self.squares, number, scale)
-                frozen_products = _frozen_products(layer)
-                for module in frozen_products:
+                for module in products:
                     stack.enter_context(module.register_forward_hook(add.product))
-                seen_there = {id(module.weight) for module in frozen_products}
+                seen_there = {id(module.weight) for module in products}
                 for parameter in layer.parameters():
                     if id(parameter) not in seen_there:
                         stack.enter_context(_watched(parameter, add))

@@ -12,8 +12,6 @@ from fairseq_icl.training import layer_causal
 from fairseq_icl.training.layer_causal import check_decoder, decoder_of, parse_layers, unembedding_losses
 from tests.criterions.tiny_model import build_model
 
-TOKENS = [[0, 5, 7, 4, 9, 11], [0, 8, 6, 10, 2, 5]]
-
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 @pytest.mark.parametrize("layers", [1, 3])
