@@ -21,7 +21,7 @@ from fairseq_icl.results.collector import COMPARED
 from tests.commands import PLUGIN, run, succeeded
 
 METHODS = ("gd", "lcgd", "lcgd_sequential", "linearized")
-K, LIMIT, RATE = 6, 90, 0.3
+K, LIMIT, RATE = 6, 140, 0.3
 
 
 @pytest.fixture(scope="module", autouse=True)

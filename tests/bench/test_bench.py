@@ -15,7 +15,7 @@ from fairseq_icl.bench.report import BenchFindings
 from fairseq_icl.bench.scoring import measure_metrics, measure_opening, measure_scoring
 from fairseq_icl.bench.shapes import SHAPES, Shape, model_of, random_prompts
 from fairseq_icl.bench.training import check_training, measure_training
-from fairseq_icl.bench.whole import measure_pipeline
+from fairseq_icl.bench.whole import Stopwatch, measure_pipeline
 from fairseq_icl.models import Model
 
 SHAPE = Shape("test", layers=3, width=128, heads=4, ffn=512, vocabulary=6000)
@@ -107,6 +107,12 @@ def test_whole_pipeline_is_faster_and_leaves_the_model_as_it_was(findings: Bench
     measure_pipeline(findings, model, random_prompts(SHAPE, num_queries=60), sample=2)
     assert value(findings, "whole pipeline") > 4
     assert_unchanged(model, before)
+
+
+def test_of_every_stage_the_best_run_counts() -> None:
+    first, second = Stopwatch(), Stopwatch()
+    first.seconds, second.seconds = {"ZSL": 2.0, "ICL": 5.0}, {"ZSL": 3.0, "ICL": 4.0}
+    assert Stopwatch.best([first, second]).seconds == {"ZSL": 2.0, "ICL": 4.0}
 
 
 def test_scoring_needs_less_memory() -> None:
