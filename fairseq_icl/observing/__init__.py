@@ -18,7 +18,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
-from fairseq_icl.observing.depth import inner_features, scores_by_depth
+from fairseq_icl.observing.depth import inner_features, scores_by_depth, states_at
 from fairseq_icl.observing.last_layer import last_feed_forward_at
 from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Gathering, Observation
@@ -236,10 +236,15 @@ def _whole_prompt(
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position + start)
-        with probe, positions_from(decoder, 0), last_feed_forward_at(decoder, *rows):
-            features, extra = decoder.extract_features(tokens, None)
+        with (
+            probe,
+            positions_from(decoder, 0),
+            last_feed_forward_at(decoder, *rows),
+            states_at(decoder, *rows) as states,
+        ):
+            features = decoder.extract_features(tokens, None)[0]
         logits = decoder.output_layer(features[rows])
-        inner = inner_features(decoder, extra["inner_states"], *rows) if by_depth else None
+        inner = inner_features(decoder, states) if by_depth else None
         record = probe.record()
         own = record._replace(scores=record.scores[..., start:])
         return logits, own, record.scores[..., :start].sum(dim=2) if context_row else None, inner
@@ -261,10 +266,10 @@ def _on_stem(
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, *at(recorded), past=at(past))
-        with probe, last_feed_forward_at(decoder, *at(rows)):
-            features, states = features_on_prefix(decoder, packed, stem, torch.cat([recorded, rows]).unique())
+        with probe, last_feed_forward_at(decoder, *at(rows)), states_at(decoder, *at(rows)) as states:
+            features = features_on_prefix(decoder, packed, stem, torch.cat([recorded, rows]).unique())
         logits = decoder.output_layer(features[at(rows)])
-        inner = inner_features(decoder, states, *at(rows)) if by_depth else None
+        inner = inner_features(decoder, states) if by_depth else None
         record = probe.record()
         opening = stem.scores_by_head(record.query, start)
         own = record._replace(scores=torch.cat([opening, record.scores], dim=3))

@@ -8,26 +8,47 @@ likely each is among the options, does not depend on the other words. Labels of 
 log-probability, and so all of U for every layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
 
 from fairseq_icl.models import Model
 from fairseq_icl.observing.layout import Layout
 
 
-def inner_features(decoder: Any, states: Sequence[Tensor], sequence: Tensor, position: Tensor) -> Tensor:
-    """What the output projection would read after each layer but the last: (L - 1, R, d).
+@contextmanager
+def states_at(decoder: Any, sequence: Tensor, position: Tensor) -> Iterator[list[Tensor]]:
+    """A list that fills with what each layer puts out at R tokens, (R, d), while the decoder runs without gradients.
 
-    `states` are the decoder's `inner_states`, (T, B, d) each: embeddings, then the output of every layer. Row r is
-    token `position[r]` of sequence `sequence[r]`.
+    Row r is token `position[r]` of sequence `sequence[r]`. The decoder lists the outputs of all its layers, which would
+    keep them all in memory: here each is written over the one before it, in the tensor that the first layer made.
     """
-    inner = [state[position, sequence] for state in states[1:-1]]
-    x = torch.stack(inner) if inner else states[0].new_empty(0, len(position), states[0].size(-1))
+    states: list[Tensor] = []
+    shared: list[Tensor] = []
+
+    def look(layer: Module, args: tuple[Any, ...], result: tuple[Tensor, Any, Any]) -> tuple[Tensor, Any, Any] | None:
+        output = result[0]  # (T, B, d)
+        states.append(output[position, sequence])
+        if not shared:
+            shared.append(output)
+            return None
+        return (shared[0].copy_(output), *result[1:])
+
+    with ExitStack() as hooks:
+        for layer in decoder.layers:
+            hooks.enter_context(layer.register_forward_hook(look))
+        yield states
+
+
+def inner_features(decoder: Any, states: Sequence[Tensor]) -> Tensor:
+    """What the output projection would read after each layer but the last, (L - 1, R, d), of `states_at` R tokens."""
+    x = torch.stack(list(states))[:-1]
     for module in (decoder.layer_norm, decoder.project_out_dim):
         x = x if module is None else module(x)
     return x

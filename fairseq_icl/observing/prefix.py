@@ -110,10 +110,8 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
 
 
-def features_on_prefix(
-    decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None
-) -> tuple[Tensor, list[Tensor]]:
-    """Decoder features (N, 1, d) of sequences that each follow the prefix, and its inner states, (1, N, d).
+def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None) -> Tensor:
+    """Decoder features (N, 1, d) of sequences that each follow the prefix.
 
     `read` (R,): the only tokens at which the last layer's attention is wanted; the others leave it without.
     """
@@ -126,14 +124,12 @@ def features_on_prefix(
     return _run(decoder, packed, prefix.length, attend)
 
 
-def _run(
-    decoder: Any, packed: Packed, start: int, attend: Callable[[Attention, int, Tensor], Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """The decoder on packed sequences from position `start` on: to it, every token is a sequence of its own."""
+def _run(decoder: Any, packed: Packed, start: int, attend: Callable[[Attention, int, Tensor], Tensor]) -> Tensor:
+    """Features (N, 1, d) of packed sequences from position `start` on: to the decoder each token is one of its own."""
     tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
     with _replaced_attention(decoder, attend), positions_from(decoder, packed.position + start):
-        features, extra = decoder.extract_features(tokens, None)
-    return features, extra["inner_states"]
+        features: Tensor = decoder.extract_features(tokens, None)[0]
+    return features
 
 
 def joint_attention(

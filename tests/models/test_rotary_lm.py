@@ -101,7 +101,7 @@ def test_a_shared_prefix_equals_the_whole_sequence(config: RotaryConfig) -> None
     with torch.no_grad():
         whole = model.extract_features(batch)[0]
         packed = Packed.of(batch[:, cut:].tolist())
-        rest, _ = features_on_prefix(model, packed, run_prefix(model, batch[0, :cut].tolist()))
+        rest = features_on_prefix(model, packed, run_prefix(model, batch[0, :cut].tolist()))
     torch.testing.assert_close(rest.transpose(0, 1), whole[:, cut:], rtol=0, atol=1e-12)
 
 

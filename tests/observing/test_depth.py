@@ -8,6 +8,7 @@ import torch
 
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.observing.depth import states_at
 from tests.observing.tiny import look, make_queries, tiny_model
 
 WAYS = {"zero-shot": {}, "prefix": {"in_context": True}, "whole prompt": {"in_context": True, "whole_prompt": True}}
@@ -22,6 +23,20 @@ def shortened(lm: PretrainedLM, layers: int) -> Iterator[None]:
         yield
     finally:
         lm.decoder.layers = whole
+
+
+def test_states_are_those_of_a_plain_pass_and_only_one_stays_in_memory() -> None:
+    decoder, tokens = tiny_model().eval().decoder, torch.tensor([[0, 5, 7, 4], [0, 8, 6, 9]])
+    rows = torch.tensor([1, 0]), torch.tensor([3, 2])
+    with torch.no_grad():
+        plain, extra = decoder.extract_features(tokens, None)
+        expected = [state[rows[1], rows[0]] for state in extra["inner_states"][1:]]
+        with states_at(decoder, *rows) as found:
+            features, extra = decoder.extract_features(tokens, None)
+    assert torch.equal(features, plain)
+    assert len(found) == len(decoder.layers) > 1
+    assert all(map(torch.equal, found, expected))
+    assert len({state.data_ptr() for state in extra["inner_states"][1:]}) == 1
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

@@ -38,7 +38,7 @@ def test_features_equal_those_of_the_whole_prompt(changes: dict[str, object]) ->
     decoder = tiny_model(**changes).decoder
     whole = torch.cat([torch.tensor([CONTEXT, CONTEXT]), TOKENS], dim=1)
     expected = decoder.extract_features(whole, None)[0][:, len(CONTEXT) :]
-    features, _ = features_on_prefix(decoder, PACKED, run_prefix(decoder, CONTEXT))
+    features = features_on_prefix(decoder, PACKED, run_prefix(decoder, CONTEXT))
     torch.testing.assert_close(features.view_as(expected), expected, rtol=1e-5, atol=1e-5)
 
 
