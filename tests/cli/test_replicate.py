@@ -77,12 +77,12 @@ def test_all_launchers_give_the_same_tables(world, tmp_path):
     found = {}
     for name, chosen in launchers.items():
         out = tmp_path / name
-        chosen_run = settings(world, out, "experiment=deutch2024", "method=gd,lcgd", "init=pretrained")
+        chosen_run = settings(world, out, "experiment=deutch2024", "method=gd", "init=pretrained")
         words = [word for word in chosen_run if word != "seed=3"]
         result = succeeded(run("fairseq-icl", "replicate", "-m", *words, "seed=3,4", *chosen, timeout=600))
-        assert "4 of 4 cells finished" in result.stdout
+        assert "2 of 2 cells finished" in result.stdout
         found[name] = tables(out)
-    assert len(found["basic"]) == 4
+    assert len(found["basic"]) == 2
     assert found["basic"] == found["joblib"] == found["submitit"]
 
 

@@ -203,4 +203,5 @@ def test_an_estimate_is_of_the_order_of_a_real_run(world, tmp_path: Path):
     run(world, tmp_path / "run", "experiment=deutch2024", "method=gd,lcgd", "init=pretrained")
     taken = time.process_time() - start
     planned = plan.seconds - dict(plan.parts)["start and report"]
-    assert taken / 8 < planned < 8 * taken  # another process may have any share of the machine
+    # Tenths of a second, most of them no matrix products, and another process may have any share of the machine.
+    assert taken / 25 < planned < 25 * taken
