@@ -198,10 +198,11 @@ def test_a_plan_for_slurm_measures_the_machine_once(world, tmp_path: Path, monke
 def test_an_estimate_is_of_the_order_of_a_real_run(world, tmp_path: Path):
     config = configuration(world, tmp_path / "run", "experiment=deutch2024", "method=gd,lcgd", "init=pretrained")
     plan = estimate(config, expand(config), world.data)
-    run(world, tmp_path / "warm", "experiment=deutch2024", "method=gd", "init=pretrained")
-    start = time.process_time()
-    run(world, tmp_path / "run", "experiment=deutch2024", "method=gd,lcgd", "init=pretrained")
-    taken = time.process_time() - start
+    times = []
+    for folder in ("warm", "run", "run"):  # the first loads what all need, the last has only the report to make
+        start = time.process_time()
+        run(world, tmp_path / folder, "experiment=deutch2024", "method=gd,lcgd", "init=pretrained")
+        times.append(time.process_time() - start)
+    taken = times[1] - times[2]
     planned = plan.seconds - dict(plan.parts)["start and report"]
-    # Tenths of a second, most of them no matrix products, and another process may have any share of the machine.
-    assert taken / 25 < planned < 25 * taken
+    assert taken / 8 < planned < 8 * taken  # another process may have any share of the machine
