@@ -3,21 +3,28 @@
     python -m examples.findings --runs DEUTCH LINEARIZED STABILITY AUDIT --papers-rates OTHER --page docs/findings.md
 
 writes what is in the folders between the marks of the page; what is not there yet is left out. Means and standard
-deviations are over seeds. The verdicts and figures are those that `fairseq-icl report DEUTCH` wrote. The numbers of
-every cell stand beside the page (docs/findings.csv); cells that are there and not in the folders are kept. OTHER is a
-run of the same experiment at the learning rates of the papers; in the file its model's name says so.
+deviations are over seeds. The figures are those that `fairseq-icl report DEUTCH` wrote. The numbers of every cell stand
+beside the page (docs/findings.csv); cells that are there and not in the folders are kept, and without folders the page
+is made of them. OTHER is a run of the same experiment at the learning rates of the papers; in the file its model's name
+says so.
 """
 
 import argparse
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from examples.momentum_attention.tables import MARKS
 from fairseq_icl.files import with_part, write_atomically
+from fairseq_icl.replication.report.claims import NO_DATA, claims, corrected, judge
+from fairseq_icl.replication.report.evidence import Sample
+from fairseq_icl.replication.report.published import inits_of
 from fairseq_icl.replication.report.run import IDENTITY, load_run
+from fairseq_icl.replication.report.text import effect_text
 
 COLUMNS = [*IDENTITY, "seed", "permutation", "metric", "value", "key"]
 MOVED = "perturbation="
@@ -48,24 +55,23 @@ SIMILARITIES = {
 def main() -> None:
     """Read the folders, write the page."""
     parser = argparse.ArgumentParser(prog="python -m examples.findings", description=__doc__)
-    parser.add_argument(
-        "--runs", nargs="+", type=Path, required=True, help="results folders, the one with figures first"
-    )
+    parser.add_argument("--runs", nargs="*", type=Path, default=[], help="results folders, the one with figures first")
     parser.add_argument("--papers-rates", nargs="*", type=Path, default=[], help="folders of runs at the papers' rates")
     parser.add_argument("--page", type=Path, required=True)
     arguments = parser.parse_args()
-    found = cell_values(arguments.runs)
+    found = cell_values(arguments.runs) if arguments.runs else pd.DataFrame(columns=COLUMNS).astype({"value": float})
     if arguments.papers_rates:
         others = cell_values(arguments.papers_rates).assign(model=found["model"].iloc[0] + PAPERS_RATES)
         found = pd.concat([found, others], ignore_index=True)
     values = with_earlier(found, arguments.page.with_suffix(".csv"))
     at_papers = values["model"].str.endswith(PAPERS_RATES)
-    papers, values = summarised(values[at_papers]), values[~at_papers]
+    at_papers_rates, values = values[at_papers], values[~at_papers]
+    papers = summarised(at_papers_rates)
     summary = summarised(values)
     parts = [answers(summary), similarities(summary), untrained(summary), linearized(summary), audit(values)]
     parts += [stability(summary), papers_rates(papers)]
-    parts += [verdicts(run) for run in (*arguments.runs[:1], *arguments.papers_rates)]
-    parts += figures(arguments.runs[0] / "report" / "figures", arguments.page)
+    parts += [verdicts(values, "searched rates"), verdicts(at_papers_rates, "the papers' rates")]
+    parts += figures([run / "report" / "figures" for run in arguments.runs[:1]], arguments.page)
     text = "\n\n".join(part for part in parts if part)
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
 
@@ -168,10 +174,11 @@ def audit(values: pd.DataFrame) -> str:
     lines = []
     for variant in ["", *dict.fromkeys(variants["variant"])]:
         cells = summary[(summary["variant"] == variant) & summary["dataset"].isin(datasets)]
-        one = [number(cells, "gd", metric, dataset) for metric in SHORT for dataset in datasets]
+        one = tuple(number(cells, "gd", metric, dataset) for metric in SHORT for dataset in datasets)
         lines.append((f"`{variant}`" if variant else "as the authors ran it", *one))
     heads = [f"{SIMILARITIES[m]}, {d}" for m in SHORT for d in datasets]
-    return table("### What each reading does (gd)", lines, heads)
+    first, *others = lines  # what is no reading of gd, or of a model without biases, cannot differ
+    return table("### What each reading does (gd)", [first, *(line for line in others if line[1:] != first[1:])], heads)
 
 
 def papers_rates(summary: pd.DataFrame) -> str:
@@ -182,26 +189,39 @@ def papers_rates(summary: pd.DataFrame) -> str:
     return table("### The same at the papers' learning rates", lines) if any(map(known, lines)) else ""
 
 
-def verdicts(run: Path) -> str:
-    """The papers' claims, here and on the authors' own runs, as the report of the run has them; "" without one."""
-    path = run / "report" / "verdicts.csv"
-    if not path.is_file():
-        return ""
-    said = pd.read_csv(path)
-    said = said[said["here"] != "no data"]
-    columns = ["claim", "here", "effect", "why", "authors' runs"]
-    rows = [tuple(str(line[name]).strip("'") for name in columns) for _, line in said.iterrows()]
-    return table(f"### Do the papers' claims hold? ({run.name})", rows, columns[1:])
+class CellEvidence:
+    """The values of cells as evidence for claims: means over examples and layers, seed by seed."""
+
+    def __init__(self, values: pd.DataFrame) -> None:
+        self.values = values[values["variant"] == ""]
+        self.datasets: Sequence[str] = list(dict.fromkeys(self.values["dataset"]))
+
+    def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
+        """As `Evidence` says."""
+        rows = self.values[(self.values["metric"] == term["metric"]) & (self.values["dataset"] == dataset)]
+        rows = rows[rows["method"] == term.get("method", "gd")]
+        rows = rows[rows["init"] == inits_of(term.get("init", "pretrained"))[0]]
+        seeds = tuple((int(row.seed), int(row.permutation)) for row in rows.itertuples())
+        return Sample(seeds, np.array([], int), rows["value"].to_numpy(float)[:, None, None]) if seeds else None
 
 
-def figures(folder: Path, page: Path) -> list[str]:
-    """Copies of the report's figures beside the page, and the lines that show them."""
+def verdicts(values: pd.DataFrame, name: str) -> str:
+    """Those of the papers' claims that the cells' means can be asked, and what they say; only seeds vary here."""
+    evidence = CellEvidence(values)
+    found = corrected([judge(claim, evidence) for claim in claims()])
+    asked = [verdict for verdict in found if verdict.status != NO_DATA]
+    rows = [(v.claim["says"], v.status, effect_text(v.average), v.reason, v.corrected) for v in asked]
+    return table(f"### Do the papers' claims hold? ({name})", rows, ["here", "effect", "why", "all claims together"])
+
+
+def figures(folders: Sequence[Path], page: Path) -> list[str]:
+    """Copies of the report's figures beside the page, and the lines that show them and those of before."""
     shown = []
     for start in FIGURES:
-        for figure in sorted(folder.glob(f"{start}_*.png")):
-            copy = page.with_name(f"{page.stem}_{start}.png")
+        copy = page.with_name(f"{page.stem}_{start}.png")
+        for figure in (figure for folder in folders for figure in sorted(folder.glob(f"{start}_*.png"))):
             shutil.copy(figure, copy)
-            shown.append(f"![{start.replace('_', ' ')}]({copy.name})")
+        shown += [f"![{start.replace('_', ' ')}]({copy.name})"] if copy.is_file() else []
     return shown
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fairseq_icl.models import Model
     from fairseq_icl.observing.observation import Observation
     from fairseq_icl.prompts.build import Prompts
+    from fairseq_icl.replication.tidy import read_run
     from fairseq_icl.settings import Settings
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "load_model",
     "observe",
     "plot_layers",
+    "read_run",
 ]
 
 _PLACES = {
@@ -47,6 +49,7 @@ _PLACES = {
     "Prompts": "prompts.build",
     "Settings": "settings",
     "UserError": "errors",
+    "read_run": "replication.tidy",
 }
 """Where a public name is defined, if not in `api`."""
 

@@ -1,19 +1,25 @@
-"""The Python functions of DESIGN: load a model, build prompts, observe, fine-tune, compare, draw.
+"""The public Python functions: load a model, build prompts, observe, fine-tune, compare, draw.
 
 They are what the fairseq criterion, the replication engine and the benchmark call; a number computed in a notebook, one
 printed by `fairseq-validate` and one in a report come from the same lines of code.
 """
 
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
+from fairseq_icl import (
+    models,
+    tasks,  # noqa: F401 - registers task and criterions, which training asks fairseq for
+)
 from fairseq_icl.errors import UserError
+from fairseq_icl.fetching import HUB, split_name
 from fairseq_icl.files import DEMO_DATA
-from fairseq_icl.models import Model, load_model
+from fairseq_icl.models import Model
 from fairseq_icl.observing import observe
 from fairseq_icl.prompts import build
 from fairseq_icl.prompts.build import Prompts
@@ -24,6 +30,17 @@ from fairseq_icl.settings import Settings
 from fairseq_icl.training import fine_tuned
 
 __all__ = ["build_prompts", "compare", "fine_tuned", "load_model", "observe", "plot_layers"]
+
+
+@wraps(models.load_model)
+def load_model(path: str | Path = "demo", **options: Any) -> Model:
+    """`models.load_model`; "hub:OWNER/NAME" is fetched into the hub's own cache if it is not there."""
+    if str(path).startswith(HUB):
+        from fairseq_icl.fetching.models import cached_hub_model
+
+        options["name"] = options.get("name") or split_name(str(path))[0].rpartition("/")[2]
+        path = cached_hub_model(str(path))
+    return models.load_model(path, **options)
 
 
 def build_prompts(
@@ -60,7 +77,8 @@ def build_prompts(
         raise UserError(f"{wrong}; give a dataset's name or YAML, and the folder with its files")
     of_model = {"init": model.init, "attention": model.attention, "precision": model.precision}
     chosen = Settings.of(reading, num_demonstrations=k, seed=seed, **of_model, **settings)
-    return build.build_prompts(find_spec(dataset, folder), folder, model.writing, chosen)
+    built = build.build_prompts(find_spec(dataset, folder), folder, model.writing, chosen)
+    return replace(built, spell=model.files.spell)
 
 
 def plot_layers(table: pd.DataFrame, metric: str, path: str | Path | None = None) -> Figure:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-MAX_YAML_BYTES = 1 << 20
+MAX_TEXT_BYTES = 1 << 20
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -157,13 +158,21 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_small(path: str | Path) -> str:
+    """The text of a file that people write; a device or a pipe, which might never end, and large files are refused."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: not a file but a folder, a device or a pipe; give the path of a text file")
+    if found.st_size > MAX_TEXT_BYTES:
+        raise UserError(f"{path}: larger than {MAX_TEXT_BYTES >> 20} MiB; that is no file of settings")
+    return Path(path).read_text(encoding="utf-8")
+
+
 def read_yaml(path: str | Path) -> Any:
     """The content of a YAML file of the user's; UserError names file, line and problem."""
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_YAML_BYTES:
-            raise UserError(f"{path}: larger than {MAX_YAML_BYTES >> 20} MiB; that is no file of settings")
-        return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+        return yaml.load(read_small(path), _PlainLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give the path of a YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -27,12 +27,12 @@ OBSERVED = {
     "icl": (QUERIES, WEIGHTS, RECORDING, CONTEXT),
     "ft": (QUERIES, WEIGHTS, RECORDING, FINETUNING, TRAINING),
 }
-"""What the observation of each setting (ZSL, ICL, FT) depends on."""
+"""What the observation of each condition (ZSL, ICL, FT) depends on."""
 READINGS = ("authors", "paper")
 FLAG_OF_TASK, FLAG_OF_FAIRSEQ = "task", "fairseq"
 """Where a flag stands: on our task, or on fairseq itself; otherwise it is the name of a criterion."""
 
-Condition = Callable[["Settings"], bool]
+When = Callable[["Settings"], bool]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Setting:
     """Regular expression of the texts allowed; "": any that can be printed."""
     flag_of: tuple[str, ...]
     """The task, fairseq, or the criterions that have a flag of this name."""
-    only_if: Mapping[str, Condition]
+    only_if: Mapping[str, When]
     """Stage -> when the setting affects it; a stage that is not here is affected always."""
 
     @property
@@ -69,7 +69,7 @@ class Setting:
             value = str(value)  # a limit or a layer, typed as the number it is
         problem = self._problem(value)
         if problem is not None:
-            raise UserError(f"{self.name}={_shown(value)}: {problem}")
+            raise UserError(f"{self.name}={shown(value)}: {problem}")
         return self.kind(value)  # numpy's numbers become Python's, whose text is the same everywhere
 
     def _problem(self, value: Any) -> str | None:
@@ -113,7 +113,8 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as messages show it: in one line, and not without end."""
     try:
         text = " ".join(str(value).split())
     except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
@@ -232,6 +233,13 @@ class Settings:
         (WEIGHTS,),
         choices=("fp32", "fp16", "bf16"),
     )
+    device: str = setting(
+        "cpu",
+        "what computes the model: cpu or cuda, a GPU (by default replicate takes a GPU if there is one)",
+        (WEIGHTS,),
+        choices=("cpu", "cuda"),
+        flag_of=(),
+    )
     lr: float | None = setting(None, "learning rate", (TRAINING,), low=0, flag_of=FLAG_OF_FAIRSEQ)
     clip_norm: float = setting(
         0.0,
@@ -255,7 +263,7 @@ class Settings:
     layer_step: str = setting(
         "rate",
         "how long a layer's step is: what the learning rate makes of its gradient, or the relative size "
-        "layer_step_size in every layer",
+        "layer_step_size in every layer (normalised gradient descent)",
         (TRAINING,),
         choices=("rate", "equal"),
     )
@@ -373,7 +381,7 @@ class Settings:
         "attention's output alone",
         (TRAINING,),
         choices=("layer", "attention", "attention_output"),
-        paper="attention",
+        paper="attention_output",
         flag_of="layer_causal_ce",
     )
     softmax_gradient: str = setting(
@@ -402,7 +410,7 @@ class Settings:
         check_reading(reading)
         unknown = [name for name in given if name not in SETTINGS]
         if unknown:
-            raise UserError(f"{_shown(unknown[0])}: unknown setting; {nearest(unknown[0], SETTINGS)}")
+            raise UserError(f"{shown(unknown[0])}: unknown setting; {nearest(unknown[0], SETTINGS)}")
         values = paper_values() if reading == "paper" else {}
         return cls(**values | {name: value for name, value in given.items() if value is not None})
 
@@ -445,7 +453,7 @@ def paper_values() -> dict[str, Any]:
 def check_reading(reading: Any) -> str:
     """The name of a reading, or an error."""
     if not isinstance(reading, str) or reading not in READINGS:
-        raise UserError(f"reading={_shown(reading)}: choose from {', '.join(READINGS)}")
+        raise UserError(f"reading={shown(reading)}: choose from {', '.join(READINGS)}")
     return str(reading)
 
 

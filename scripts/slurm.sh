@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A SLURM of one machine for the tests of launcher=slurm: Debian's, installed where that is possible, started in a folder
+# A SLURM of one machine for the tests of cluster=slurm: Debian's, installed where that is possible, started in a folder
 # of its own on loopback.
 #     scripts/slurm.sh install        install slurmctld, slurmd and munge unless they are there; says so if it cannot
 #     scripts/slurm.sh start FOLDER   start it; then: export SLURM_CONF=FOLDER/slurm.conf
 #     scripts/slurm.sh stop FOLDER    stop what was started
-#     scripts/slurm.sh check          install it, run the tests of launcher=slurm on it and show the jobs' logs
+#     scripts/slurm.sh check          install it, run the tests of cluster=slurm on it and show the jobs' logs
 set -euo pipefail
 
 complete() {
@@ -16,13 +16,13 @@ complete() {
 install_packages() {
     complete && return
     if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-        echo "Installing Debian's slurmctld, slurmd and munge for the tests of launcher=slurm"
+        echo "Installing Debian's slurmctld, slurmd and munge for the tests of cluster=slurm"
         if apt-get update -qq > /dev/null 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
             --no-install-recommends slurmctld slurmd slurm-client munge > /dev/null 2>&1 && complete; then
             return
         fi
     fi
-    echo "No SLURM here and none could be installed: the tests of launcher=slurm are skipped"
+    echo "No SLURM here and none could be installed: the tests of cluster=slurm are skipped"
 }
 
 start() {

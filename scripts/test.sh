@@ -9,7 +9,7 @@ bash scripts/slurm.sh install
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 .venv/bin/lint-imports
-# Two workers with a thread each are faster than one with two: most tests wait for a command to start.
+# Two workers with a thread each are faster than one with two: matrices are small here.
 export OMP_NUM_THREADS=1
 # In the order of their names commands come early and short files last, so that no worker is left alone with a long one;
 # xdist's own order is by number of tests.

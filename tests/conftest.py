@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     shown = chromium() or "none, so the tests of the report's page are skipped; install chromium and playwright"
-    slurm = "here" if has_slurm() else "none, so the tests of launcher=slurm are skipped; see scripts/slurm.sh install"
+    slurm = "here" if has_slurm() else "none, so the tests of cluster=slurm are skipped; see scripts/slurm.sh install"
     return f"fuzzing: repeat with --hypothesis-seed={config.option.hypothesis_seed}\nbrowser: {shown}\nslurm: {slurm}"
 
 

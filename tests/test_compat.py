@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fairseq_icl.compat import replaced_linear, without_initialisation
+from fairseq_icl.compat.models import replaced_linear, without_initialisation
+from tests.commands import Result, run_script
 
 COMMAND = """
 import contextlib, sys, threading, time
@@ -26,7 +28,13 @@ except UserError as error:
 
 
 def run(code: str) -> subprocess.CompletedProcess:
+    """In a new interpreter, where nothing is imported."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+
+
+def run_with_fairseq(folder: Path, code: str) -> Result:
+    (folder / "script.py").write_text(code)
+    return run_script(folder / "script.py")
 
 
 def test_importing_the_plugin_turns_on_nobodys_debug_messages():
@@ -34,26 +42,26 @@ def test_importing_the_plugin_turns_on_nobodys_debug_messages():
     assert done.stdout.strip() == "True"
 
 
-def test_uncaught_error_ends_a_command_in_one_line_even_with_threads_alive():
+def test_uncaught_error_ends_a_command_in_one_line_even_with_threads_alive(tmp_path: Path):
     parse = "with contextlib.suppress(RuntimeError): options.parse_args_and_arch(options.get_training_parser())"
-    done = run(COMMAND % (parse, 60))
-    assert done.returncode == 2
+    done = run_with_fairseq(tmp_path, COMMAND % (parse, 60))
+    assert done.code == 2
     assert done.stderr.strip().splitlines()[-1] == "error: first line second line"
     assert "Traceback" not in done.stderr
 
 
-def test_uncaught_error_of_a_script_stays_an_exception():
-    done = run(COMMAND % ("", 0))
-    assert done.returncode == 1
+def test_uncaught_error_of_a_script_stays_an_exception(tmp_path: Path):
+    done = run_with_fairseq(tmp_path, COMMAND % ("", 0))
+    assert done.code == 1
     assert "Traceback" in done.stderr
     assert "UserError: first line" in done.stderr
     assert done.stderr.strip().splitlines()[-1] == "Exception: Cannot load"
 
 
-def test_other_errors_of_a_command_keep_their_traceback():
-    code = "from fairseq_icl.compat import show_user_errors_in_one_line as show; show(); 1 / 0"
-    done = run(code)
-    assert done.returncode == 1
+def test_other_errors_of_a_command_keep_their_traceback(tmp_path: Path):
+    code = "from fairseq_icl.compat.command_line import show_user_errors_in_one_line as show; show(); 1 / 0"
+    done = run_with_fairseq(tmp_path, code)
+    assert done.code == 1
     assert done.stderr.strip().splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 

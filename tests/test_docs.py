@@ -63,7 +63,7 @@ def test_commands_of_the_afternoon_are_understood() -> None:
     commands = commands_of("gpu_afternoon.md")
     assert len(commands) == 7
     for words in commands:
-        config = compose_configuration(friendly([word for word in words if word != "--dry-run"], sweep=False))
+        config = compose_configuration(friendly([word for word in words if word != "--dry-run"]))
         assert config["model"]["path"].startswith("models/")
     assert {"trajectory", "deutch2024", "dai2023", "audit", "rate_search"} == {
         word.removeprefix("experiment=") for words in commands for word in words if word.startswith("experiment=")
@@ -72,11 +72,12 @@ def test_commands_of_the_afternoon_are_understood() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built with the notebook run; a warning ends the build."""
+    """The site, built without running the notebook, which test_examples.py does; a warning ends the build."""
     if TOOLS:
         pytest.skip(f"the extra [docs] is not installed ({', '.join(TOOLS)} missing): the site is not built")
     folder = tmp_path_factory.mktemp("site")
     variables = os.environ | {"OMP_NUM_THREADS": "1", "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"}
+    variables["DOCS_EXECUTE"] = "false"
     # Without --quiet, under which mkdocs does not count warnings.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=600)
@@ -84,10 +85,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_has_the_notebook_with_its_results(site: Path) -> None:
+def test_the_site_has_the_notebook(site: Path) -> None:
     page = (site / "first_steps.html").read_text(encoding="utf-8")
-    assert "60 queries after 32 demonstrations" in page
-    assert "data:image/png;base64" in page
+    assert "build_prompts" in page
 
 
 def test_the_reference_is_made_from_the_code(site: Path) -> None:

@@ -1,12 +1,10 @@
 """The doctor describes a good folder and says what to do about a bad one."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from fairseq_icl.commands.doctor import examine, main
-from fairseq_icl.files import DEMO_MODEL
 from tests.world import World, make_world
 
 
@@ -38,10 +36,11 @@ def test_dictionary_of_another_size_is_explained(world: World):
     assert "48 embeddings but 49 symbols" in problems[0]
 
 
-def test_shipped_demo_model_is_ready(tmp_path: Path, capsys: pytest.CaptureFixture):
-    folder = tmp_path / "demo"
-    shutil.copytree(DEMO_MODEL.parent, folder)
-    assert main([str(folder)]) == 0
+def test_the_shipped_model_is_ready_and_known_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 0
     text = capsys.readouterr().out
     assert "--bpe sentencepiece" in text
     assert "continuation" in text

@@ -59,7 +59,7 @@ def test_missing_binary_and_huge_files_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"bytes\.yaml: cannot be read"):
         read_yaml(tmp_path / "bytes.yaml")
     with pytest.raises(UserError, match="larger than 1 MiB"):
-        read_yaml(yaml_file(tmp_path, "#" * (files.MAX_YAML_BYTES + 1)))
+        read_yaml(yaml_file(tmp_path, "#" * (files.MAX_TEXT_BYTES + 1)))
 
 
 @pytest.mark.parametrize("content", ["text \u00e9", b"bytes", memoryview(b"view")])

@@ -14,7 +14,7 @@ import fairseq_icl
 %s
 print(json.dumps({
     "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
-    "rooms": sorted(name for name in sys.modules if name.startswith("fairseq_icl")),
+    "modules": sorted(name for name in sys.modules if name.startswith("fairseq_icl")),
     "excepthook": sys.excepthook is hook is sys.__excepthook__,
     "logging": levels() == before and logging.root.handlers == handlers,
     "warnings": warnings.filters == warned,
@@ -32,7 +32,7 @@ def after_import(then: str = "") -> dict:
 def test_a_fresh_import_loads_no_library_and_changes_nothing():
     seen = after_import()
     assert not {"torch", "fairseq", "numpy", "pandas", "matplotlib", "hydra", "omegaconf", "yaml"} & set(seen["loaded"])
-    assert seen["rooms"] == ["fairseq_icl"]
+    assert seen["modules"] == ["fairseq_icl"]
     assert seen["excepthook"]
     assert seen["logging"]
     assert seen["warnings"]

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -10,12 +9,9 @@ import pytest
 import torch
 
 import fairseq_icl as fi
-from fairseq_icl.files import PACKAGE
 from fairseq_icl.models.checkpoints import read_checkpoint
 from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.observing.saved import load_observations, save_observations
-from fairseq_icl.replication import scheduling
-from fairseq_icl.replication.cells import CODE
 from fairseq_icl.results import read_gradient_record, read_results
 from fairseq_icl.results.collector import COMPARED
 from tests.commands import PLUGIN, run, succeeded
@@ -116,40 +112,6 @@ def test_a_third_partys_method_keeps_its_name_through_fairseqs_commands(tmp_path
         assert name_of_method(saved(momentum=0.5), linearized=False) == "cross_entropy momentum=0.5"
     finally:
         del _methods["gd_momentum"]
-
-
-def test_keys_cover_all_code_that_a_cell_runs(tmp_path):
-    """Trace a cell from its prompts to its table: every module of the package on the way is part of its key."""
-    from fairseq_icl import tasks  # noqa: F401 - importing is not part of the cell
-    from fairseq_icl.models.files import find_files
-    from fairseq_icl.replication.configuration import compose_configuration, friendly
-    from fairseq_icl.replication.engine import Engine
-    from fairseq_icl.replication.plan import data_folder, expand
-    from fairseq_icl.replication.store import Store
-
-    settings = ["experiment=demo", "method=lcgd", "init=pretrained", "dataset=demo_sentiment", "seed=1", "limit=3"]
-    (cell,) = expand(compose_configuration(friendly([*settings, "num_demonstrations=2"], sweep=False)))
-    engine = Engine(find_files("demo"), data_folder("demo"), Store(tmp_path / "run"))
-    seen: set[str] = set()
-
-    def trace(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            seen.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
-
-    key = engine.key(cell)
-    sys.setprofile(trace)
-    try:
-        scheduling.run(engine, [cell])
-    finally:
-        sys.setprofile(None)
-    assert engine.store.is_finished(key)
-    covered = [PACKAGE / part for part in CODE["metrics"]]
-    # Where results are kept, and the public names, do not change a number.
-    kept = ("store", "locks", "alive", "file_systems", "scheduling")
-    aside = {*(f"replication/{name}.py" for name in kept), "__init__.py", "errors.py"}
-    uncovered = {name for name in seen - aside if not any((PACKAGE / name).is_relative_to(part) for part in covered)}
-    assert uncovered == set()
-    assert {"training/gradients.py", "observing/probe.py", "results/collector.py", "settings.py"} <= seen
 
 
 def test_switched_labels_of_another_length_leave_out_attention_to_training_tokens(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq import options
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fairseq_icl as fi
 from fairseq_icl.commands.doctor import Findings, compare_devices
@@ -21,11 +22,11 @@ from fairseq_icl.observing.weight_updates import observe_weight_updates
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.replication.cells import OBSERVED
 from fairseq_icl.replication.engine import Engine
+from fairseq_icl.replication.find_model import find_model
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.replication.report import Contents, html, markdown_page
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.replication.stand_in import find_model
-from fairseq_icl.replication.store import Store
 from fairseq_icl.results import read_results
 from fairseq_icl.settings import Settings
 from fairseq_icl.tasks.restore import restore
@@ -172,6 +173,17 @@ def test_an_update_that_overflows_is_skipped_counted_and_not_recorded(
     assert rows == [row for sequence in prompts.finetuning if (row := str(sequence.row)) in rows]  # one each, in order
 
 
+def test_torch_itself_is_not_changed_while_a_model_trains(world: World, models: dict[str, Model]) -> None:
+    before, during = Tensor.cuda, []
+    hook = register_module_forward_pre_hook(lambda *_: during.append(Tensor.cuda))
+    try:
+        with fi.fine_tuned(models["fp16"], prompts_for(world, models["fp16"]), "gd", lr=0.1):
+            pass
+    finally:
+        hook.remove()
+    assert set(during) == {before}
+
+
 def test_a_loss_scale_that_nothing_fits_is_one_line(
     world: World, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,10 +206,10 @@ def test_weights_beyond_the_precision_are_refused(world: World, tmp_path: Path) 
 
 def test_keys_of_all_results_depend_on_it_and_prompts_do_not(world: World, tmp_path: Path) -> None:
     config = toy_run.configuration(world, tmp_path / "run", *WORDS)
-    engine = Engine(find_model(config["model"], tmp_path), world.data, Store(tmp_path / "run"))
+    engine = Engine(find_model(config["model"], tmp_path), world.data, ResultsFolder(tmp_path / "run"))
     cells = [expand(config | {"precision": name})[0] for name in DTYPES]
-    for setting in ("", *OBSERVED):
-        assert len({engine.key(cell, setting) for cell in cells}) == 3
+    for kind in ("cell", *OBSERVED):
+        assert len({engine.keys.of(cell, kind) for cell in cells}) == 3
     assert len({cell.prompts_key() for cell in cells}) == 1
 
 
@@ -212,9 +224,9 @@ def mixed(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_precisions_in_one_folder_are_told_apart_and_said(mixed: Path) -> None:
     folder = load_run(mixed)
-    assert sorted(folder.planned["model"]) == ["model", "model (fp16)"]
+    assert sorted(folder.planned["model"]) == ["model (precision=fp16)", "model (precision=fp32)"]
     assert set(folder.summary["runs"]) == {1}
-    assert "model (fp16)" in folder.models
+    assert "model (precision=fp16)" in folder.models
     assert folder.computed_in == "Computed in fp16, fp32."
     assert any("different precision (fp16, fp32)" in warning for warning in folder.warnings)
     for page in (html._state(folder), markdown_page(Contents.of(folder), [])):

@@ -35,7 +35,7 @@ AUTHORS_AND_PAPER = {
     "final_norm": ("lost", "kept"),
     "permutation_zero": ("identity", "drawn"),
     "layer_loss": ("sum", "sum"),
-    "layer_causal_point": ("layer", "attention"),
+    "layer_causal_point": ("layer", "attention_output"),
     "softmax_gradient": ("kept", "kept"),
     "step_per": ("demonstration", "token"),
 }

@@ -20,7 +20,14 @@ from fairseq_icl import tasks as _tasks  # noqa: F401 - registers the task with 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.replication import configuration
-from fairseq_icl.replication.configuration import GRID, KINDS, compose_configuration, first_of_each, friendly, plain
+from fairseq_icl.replication.configuration import (
+    GRID,
+    RunConfiguration,
+    compose_configuration,
+    each_of,
+    friendly,
+    plain,
+)
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.replication.report.tables import check_tables
 from fairseq_icl.settings import READINGS, SETTINGS, Settings
@@ -44,7 +51,16 @@ SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=2), max_leaves=4
 )
-FOR_HYDRA = [*SETTINGS, *KINDS, *MISSPELT, "dataset", "variants.x", "vary.lr", "variants.x.init", "model.name"]
+FOR_HYDRA = [
+    *SETTINGS,
+    *RunConfiguration.model_fields,
+    *MISSPELT,
+    "dataset",
+    "variants.x",
+    "vary.lr",
+    "variants.x.init",
+    "model.name",
+]
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # of tests that take long for each case
 BASE = ["experiment=demo", "num_demonstrations=4", "seed=3", "lr=0.1"]
 
@@ -142,8 +158,9 @@ def run_planned(config: dict[str, Any]) -> None:
                 assert getattr(cell.settings, name) in wanted, name
             elif not cell.variant and config[name] is not None and (name != "lr" or cell.settings.lr is not None):
                 plain_run = cell.method != "none" or SETTINGS[name].affects != ("training",)
-                expected = str(config[name]) if SETTINGS[name].kind is str else config[name]
-                assert not plain_run or name == "lr" or getattr(cell.settings, name) == expected, name
+                given_values = config[name] if isinstance(config[name], list) else [config[name]]
+                expected = list(map(str, given_values)) if SETTINGS[name].kind is str else given_values
+                assert not plain_run or name == "lr" or getattr(cell.settings, name) in expected, name
 
 
 @given(sign=st.sampled_from(["", "", "", "+", "++", "~"]), key=st.sampled_from(FOR_HYDRA), value=VALUES)
@@ -158,7 +175,7 @@ def test_hydra_values(composed: DictConfig, sign: str, key: str, value: Any):
     config = copy.deepcopy(composed)
     word = f"{sign}{key}" if sign == "~" else f"{sign}{key}={as_override(value)}"
     try:
-        overrides = first_of_each(friendly([word], sweep=False))
+        (overrides, *_) = each_of(friendly([word]))
         try:
             parsed = OverridesParser.create().parse_overrides(overrides)
             ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
@@ -183,7 +200,8 @@ def test_hydra_values(composed: DictConfig, sign: str, key: str, value: Any):
 @example(key="model", value="/a\0b/model.pt")
 def test_hydra_whole(key: str, value: Any):
     try:
-        run_planned(compose_configuration(first_of_each(friendly([*BASE, f"{key}={as_override(value)}"], sweep=False))))
+        for words in each_of(friendly([*BASE, f"{key}={as_override(value)}"])):
+            run_planned(compose_configuration(words))
     except UserError as error:
         assert_told(error)
 

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fairseq_icl import __version__
+from fairseq_icl.commands.arguments import HELP, SLOW
 from fairseq_icl.errors import end_quietly, exit_with, find_user_error
 
 COMMANDS = {
@@ -23,7 +24,6 @@ COMMANDS = {
     "replicate": ("fairseq_icl.commands.replicate", "rerun a paper's experiments, or your own"),
     "report": ("fairseq_icl.commands.report", "tables and figures of a run beside the published numbers"),
     "theory": ("fairseq_icl.commands.theory", "the papers' statements, executed: each with its error and its limits"),
-    "bench": ("fairseq_icl.commands.bench", "measure speed and memory against the authors' way"),
 }
 
 
@@ -115,8 +115,13 @@ def run(words: list[str]) -> int:
     if words[0] == "--version":
         print(__version__)
         return 0
+    if words[0] == "bench":
+        exit_with("fairseq-icl bench has left the package: run python -m benchmarks in a clone of the repository")
     if words[0] not in COMMANDS:
         exit_with(f"fairseq-icl {words[0]}: no such command; choose from {', '.join(COMMANDS)}")
+    if words[0] in SLOW and not {*HELP}.isdisjoint(words):
+        SLOW[words[0]]().print_help()
+        return 0
     module = importlib.import_module(COMMANDS[words[0]][0])
     code: int = module.main(words[1:])
     return code

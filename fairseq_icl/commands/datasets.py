@@ -12,7 +12,7 @@ from pathlib import Path
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Encode, Writing, sampling
 from fairseq_icl.prompts.build import RowEncoder
-from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, load_spec
+from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, find_spec, load_spec
 from fairseq_icl.prompts.readers import SPLITS, Row, Split, has_files, read_split
 from fairseq_icl.prompts.rows import compare_rows, record_rows
 from fairseq_icl.results import text_table
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         print_statistics(args)
     elif args.names:
         for name in args.names:
-            show(load_spec(name), args.data)
+            show(load_spec(name) if args.data is None else find_spec(name, args.data), args.data)
     else:
         print_catalogue()
     return 0
@@ -69,7 +69,7 @@ def show(spec: DatasetSpec, folder: Path | None) -> None:
     """The specification and, with data, the first evaluation row as it is rendered; else the bare template."""
     print(f"{spec.name}, version {spec.version} ({spec.source})" + (f". {spec.note}" if spec.note else ""))
     if spec.hub:
-        print(f"hub: {spec.hub['repo']} at {spec.hub['revision']} (fairseq-icl fetch data {spec.name} --to DIR)")
+        print(f"hub: {spec.hub.repo} at {spec.hub.revision} (fairseq-icl fetch data {spec.name} --to DIR)")
     for paper, settings in spec.papers.items():
         print(f"{paper}: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
     if folder is None:
@@ -123,14 +123,14 @@ def print_statistics(args: argparse.Namespace) -> None:
     files = TOKENIZER_FILES.get(args.bpe, {})
     bpe = load_bpe(args.bpe, **{flag: getattr(args, flag) or _beside(args.dict, name) for flag, name in files.items()})
     encode = line_encoder(load_dictionary(args.dict), bpe)
-    names = args.names or [name for name in dataset_names() if has_files(args.data, name)]
+    names = args.names or [name for name in dataset_names(args.data) if has_files(args.data, name)]
     if not names:
         raise UserError(f"{args.data}: no data of any dataset of the catalogue there; put them into DIR/NAME/")
     fit = f"fit into {args.max_positions}"
     lines: list[tuple[object, ...]] = [
         ("dataset", "train rows", "valid rows", "tokens per example", "longest query", fit)
     ]
-    for spec in map(load_spec, names):
+    for spec in (find_spec(name, args.data) for name in names):
         found = dataset_statistics(spec, args.data, encode, max_positions=args.max_positions, num_rows=args.rows)
         average = round(found.average_tokens, 1)
         lines.append((found.dataset, found.train_rows, found.valid_rows, average, found.longest_query, found.fitting))

@@ -8,7 +8,7 @@ import argparse
 import time
 from pathlib import Path
 
-from fairseq_icl.files import DEMO_DATA, DEMO_MODEL
+from fairseq_icl.files import DEMO_DATA
 
 QUICK = ("dataset=[demo_sentiment]", "seed=[1]", "limit=60", "init=[pretrained,untrained]")
 
@@ -28,6 +28,6 @@ def main(argv: list[str]) -> int:
         f"\nDone in {time.perf_counter() - start:.0f} s. Open {out / 'report' / 'report.html'} in a browser, then try:"
     )
     print("  fairseq-icl replicate experiment=audit model=demo   # what each difference between code and papers does")
-    print(f"  fairseq-icl doctor {DEMO_MODEL.parent}    # what is in the model's folder")
+    print("  fairseq-icl doctor demo    # what is in the model's folder")
     print(f"  fairseq-icl datasets --data {DEMO_DATA}   # the data")
     return code

@@ -6,7 +6,6 @@ With --data DATA: which datasets of the catalogue are there, and whether they ar
 from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 
 # isort: split
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +15,17 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
 
+from fairseq_icl.commands.arguments import doctor
+from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.errors import EXIT_CODE, UserError
+from fairseq_icl.files import DEMO_MODEL
 from fairseq_icl.models.checkpoints import base_reference, language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
 from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
-from fairseq_icl.models.reference import (
-    TOLERANCE,
-    difference_between,
-    has_reference,
-    largest_difference,
-    write_reference,
-)
+from fairseq_icl.models.reference import TOLERANCE, difference_between, difference_from_transformers
+from fairseq_icl.observing.layout import Packed
+from fairseq_icl.observing.prefix import features_on_prefix, run_prefix
 from fairseq_icl.prompts.catalogue import dataset_names, find_spec
 from fairseq_icl.prompts.readers import SPLITS, has_files, read_split
 from fairseq_icl.prompts.rows import compare_rows
@@ -57,24 +55,7 @@ class Findings:
 
 def main(argv: list[str]) -> int:
     """Entry of the command; exit code 0 if the folder can be used as it is."""
-    parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=__doc__)
-    parser.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        help="folder with model.pt, dict.txt and the tokenizer's files; or a Hugging Face folder",
-    )
-    parser.add_argument("--data", type=Path, metavar="DATA", help="look at the datasets in this folder (too)")
-    parser.add_argument("--text", default=TEXT, help="text for the tokenizer's round trip and the continuation")
-    parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
-    parser.add_argument(
-        "--write-reference",
-        action="store_true",
-        help="store transformers' numbers in the Hugging Face folder, by which it can be checked anywhere",
-    )
-    parser.add_argument(
-        "--check-reference", action="store_true", help="it is a problem if there are no such numbers to compare with"
-    )
+    parser = doctor(__doc__, TEXT)
     arguments = parser.parse_args(argv)
     if arguments.data is not None:
         findings = examine_data(arguments.data)
@@ -83,18 +64,15 @@ def main(argv: list[str]) -> int:
             return EXIT_CODE if findings.problems else 0
     if arguments.folder is None:
         parser.error("give a model's folder, or --data DATA")
-    if arguments.write_reference or arguments.check_reference:
-        if not is_hugging_face(arguments.folder):
-            raise UserError(f"{arguments.folder}: not a Hugging Face folder; references are for those alone")
-        if arguments.no_continuation:
-            raise UserError("--no-continuation: a reference is compared with the weights; leave it out")
-    if arguments.write_reference:
-        print(f"wrote {write_reference(read_folder(arguments.folder))}")
+    if str(arguments.folder) == "demo":  # the name that `load_model` and `model=` know
+        arguments.folder = DEMO_MODEL.parent
+    if arguments.reference and (not is_hugging_face(arguments.folder) or arguments.no_continuation):
+        raise UserError("--reference: compares the weights of a Hugging Face folder; leave out --no-continuation")
     findings = examine(
         arguments.folder,
         arguments.text,
         continuation=not arguments.no_continuation,
-        reference=arguments.check_reference,
+        reference=arguments.reference,
     )
     print(f"{arguments.folder}")
     print("\n".join(findings.lines))
@@ -112,7 +90,7 @@ def examine_data(folder: Path) -> Findings:
     findings = Findings()
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the folder that holds the data files")
-    for spec in (find_spec(name, folder) for name in dataset_names() if has_files(folder, name)):
+    for spec in (find_spec(name, folder) for name in dataset_names(folder) if has_files(folder, name)):
         for split in SPLITS:
             rows = _try(findings, spec.name, lambda spec=spec, split=split: read_split(folder, spec, split))
             if rows is None:
@@ -128,7 +106,7 @@ def examine_data(folder: Path) -> Findings:
 def examine(place: Path, text: str = TEXT, *, continuation: bool = True, reference: bool = False) -> Findings:
     """Look at everything in turn; a part that cannot be judged without an earlier one is left out.
 
-    `reference`: a Hugging Face folder must have numbers to be compared with.
+    `reference`: compare a Hugging Face folder with transformers' own code.
     """
     findings = Findings()
     if is_hugging_face(place):
@@ -231,13 +209,12 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
     model = _try(findings, "config.json", lambda: read_folder(folder))
     if model is None:
         return
-    shape, kind = model.shape, f"{model.family}, {'rotary' if model.is_rotary else 'absolute'} positions"
-    window = f", sliding window {model.window:,}" if model.window else ""
-    findings.good("config.json", f"{kind} up to {model.positions:,}{window}; every key understood")
+    shape, code = model.shape, "fairseq's decoder" if model.is_fairseqs else "transformers' own code"
+    findings.good("config.json", f"{model.family}, up to {model.positions:,} positions, run by {code}")
     findings.good(
         "architecture",
         f"{shape['layers']} layers of width {shape['width']}, {shape['heads']} heads, vocabulary "
-        f"{shape['vocabulary']:,}, embeddings {'tied' if model.tied else 'not tied'} to the output",
+        f"{shape['vocabulary']:,}",
     )
     if _try(findings, "tokenizer", lambda: model.vocabulary) is None or not _describe_writing(findings, model, text):
         return
@@ -253,7 +230,7 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
         following = next_tokens(decoder.eval(), model.dictionary, model.encode_line(text))
         findings.good("continuation", repr(model.decode(following)))
         compare_devices(findings, decoder, [model.bos, *model.encode_line(text)])
-        if reference or has_reference(model):
+        if reference:
             _compare_reference(findings, model, decoder)
 
 
@@ -263,7 +240,15 @@ def compare_devices(findings: Findings, decoder: FairseqDecoder, rows: Sequence[
         findings.good("gpu", "none here: numbers of CPU and GPU were not compared")
         return
     name = torch.cuda.get_device_name() if other is None else other
-    difference = difference_between(decoder, rows, "cpu", other or "cuda")
+    size = sum(parameter.nbytes for parameter in decoder.parameters())
+    if other is None and size > (free := torch.cuda.mem_get_info()[0]):
+        needed = f"{size / 2**30:.1f} GiB of weights in fp32, {free / 2**30:.1f} GiB free"
+        findings.warn("gpu", f"{name}: {needed}; not compared, and precision=fp16 or bf16 is needed")
+        return
+    device = choose_device(other or "cuda")
+    with within_memory("comparing CPU and GPU"):
+        difference = difference_between(decoder, rows, "cpu", str(device))
+        difference = max(difference, _difference_on_prefix(decoder, rows, device))
     text = f"{name}: log-probabilities of the text differ by at most {difference:.1e} from those of the CPU"
     if difference <= TOLERANCE:
         findings.good("gpu", text)
@@ -271,8 +256,22 @@ def compare_devices(findings: Findings, decoder: FairseqDecoder, rows: Sequence[
         findings.bad("gpu", f"{text}, more than {TOLERANCE:g}: switch off TF32 or other shortcuts, or do not use it")
 
 
+@torch.no_grad()
+def _difference_on_prefix(decoder: FairseqDecoder, rows: Sequence[int], device: torch.device) -> float:
+    """The same for the second half of the prompt as it is observed: on the first half's keys and values."""
+    home, half = next(decoder.parameters()).device, len(rows) // 2
+    found = []
+    for place in ("cpu", str(device)):
+        prefix = run_prefix(decoder.to(place), tuple(rows[:half]))
+        features = features_on_prefix(decoder, Packed.of([tuple(rows[half:])]), prefix)  # (N, 1, d)
+        found.append(decoder.output_layer(features)[:, 0].float().log_softmax(-1).cpu())
+    decoder.to(home)
+    likely = found[0].argmax(-1, keepdim=True)
+    return float((found[0] - found[1]).gather(1, likely).abs().max())
+
+
 def _compare_reference(findings: Findings, model: HFModel, decoder: FairseqDecoder) -> None:
-    compared = _try(findings, "reference", lambda: largest_difference(model, decoder))
+    compared = _try(findings, "reference", lambda: difference_from_transformers(model, decoder))
     if compared is None:
         return
     difference, made_by = compared

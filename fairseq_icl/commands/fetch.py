@@ -16,7 +16,7 @@ from pathlib import Path
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import split_name
 from fairseq_icl.fetching.data import fetch_dataset, paper_datasets, places
-from fairseq_icl.prompts.catalogue import dataset_names, load_spec
+from fairseq_icl.prompts.catalogue import dataset_names, find_spec
 from fairseq_icl.results import text_table
 
 
@@ -55,7 +55,8 @@ def fetch_data(arguments: argparse.Namespace) -> int:
     """Bring datasets; a line for each file."""
     if arguments.all and arguments.names:
         raise UserError("--all: brings the whole catalogue; leave out the names")
-    specs = [load_spec(name) for name in arguments.names or (dataset_names() if arguments.all else paper_datasets())]
+    names = arguments.names or (dataset_names() if arguments.all else paper_datasets())
+    specs = [find_spec(name, arguments.to) for name in names]
     if arguments.by_hand:
         lines = [(place, url) for spec in specs for _, url, place in places(spec, arguments.to)]
         print(text_table([("put it at", "download"), *((str(place), url) for place, url in lines)]))
@@ -74,7 +75,7 @@ def fetch_model(arguments: argparse.Namespace) -> int:
 
     name: str = arguments.name
     if (FOLDER / "model" / f"{name}.yaml").is_file() or name.endswith(MODEL_FILE):
-        model = compose_configuration(friendly([f"model={name}", "data=."], sweep=False))["model"]
+        model = compose_configuration(friendly([f"model={name}", "data=."]))["model"]
         if not model["archive"]:
             raise UserError(f"model {name}: its YAML names no archive; give OWNER/NAME for a model of the hub")
         folder = arguments.to or Path(model["path"]).parent

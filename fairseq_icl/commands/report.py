@@ -6,17 +6,22 @@ fairseq-icl report RUN_A RUN_B --to DIR   two results folders (two models, two r
 """
 
 import argparse
+import hashlib
+import json
+import os
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication import FORMATS
+from fairseq_icl.files import PACKAGE, write_atomically
+from fairseq_icl.replication import FORMATS, USUAL_FORMATS
+from fairseq_icl.typed import read_json
 
-if TYPE_CHECKING:
-    from fairseq_icl.replication.report.run import Run
+TOLD = "told.json"
+"""Beside the report: what was said of it, and of which state of the results it is."""
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +33,9 @@ def main(argv: list[str]) -> int:
         "run", type=Path, nargs="+", help="results folder of fairseq-icl replicate; it may be unfinished; two: compare"
     )
     parser.add_argument("--to", type=Path, help="where to write the report (default: RUN/report, of two: ./report)")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, default=FORMATS, help="forms to write (default: all)")
+    parser.add_argument(
+        "--format", nargs="+", choices=FORMATS, default=USUAL_FORMATS, help="forms to write (default: html csv)"
+    )
     parser.add_argument("--open", action="store_true", help="open the page in the browser when it is written")
     parser.add_argument("--quiet", action="store_true", help="do not print the tables")
     arguments = parser.parse_args(argv)
@@ -41,28 +48,60 @@ def main(argv: list[str]) -> int:
 def report(
     folders: Path | Sequence[Path],
     to: Path | None = None,
-    formats: tuple[str, ...] = FORMATS,
+    formats: tuple[str, ...] = USUAL_FORMATS,
     *,
     quiet: bool = False,
     show: bool = False,
-) -> "Run":
-    """Write the report of a folder, or of several side by side, print its tables and say where it is."""
+) -> None:
+    """Write the report of a folder, or of several side by side, print its tables and say where it is.
+
+    A report that is there already is not made again, unless cells, plans or the package have changed since.
+    """
+    folders = [folders] if isinstance(folders, Path) else list(folders)
+    place = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
+    state = _state(folders, place, formats)
+    told = _told_before(place, state, formats) or _make(folders, place, formats)
+    write_atomically(place / TOLD, json.dumps({"state": state, **told}))
+    if not quiet:
+        print(told["tables"], end="\n\n")
+    for warning in told["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(told["last"])
+    page = place / "report.html"
+    if show and not webbrowser.open(page.resolve().as_uri()):
+        print(f"no browser could be started; open {page} yourself", file=sys.stderr)
+
+
+def _make(folders: Sequence[Path], place: Path, formats: tuple[str, ...]) -> dict[str, Any]:
+    """Write the report; returns what is said of it."""
     from fairseq_icl.replication.report import Contents, write_report  # pandas, which --help can do without
     from fairseq_icl.replication.report.run import load_run, side_by_side
 
-    folders = [folders] if isinstance(folders, Path) else list(folders)
     runs = [load_run(folder) for folder in folders]
     run = runs[0] if len(runs) == 1 else side_by_side(runs)
     contents = Contents.of(run)
-    place = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
     written = write_report(contents, place, formats)
-    if not quiet:
-        print(contents.plain(), end="\n\n")
-    for warning in run.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
     finished = int(run.planned["finished"].sum())
     missing = f", {len(run.missing)} missing" if len(run.missing) else ""
-    print(f"{finished} of {len(run.planned)} cells finished{missing}; report: {next(iter(written.values()))}")
-    if show and not webbrowser.open(written["html"].resolve().as_uri()):
-        print(f"no browser could be started; open {written['html']} yourself", file=sys.stderr)
-    return run
+    last = f"{finished} of {len(run.planned)} cells finished{missing}; report: {next(iter(written.values()))}"
+    return {"tables": contents.plain(), "warnings": run.warnings, "last": last}
+
+
+def _state(folders: Sequence[Path], place: Path, formats: tuple[str, ...]) -> str:
+    """Hash of what a report depends on: sizes and times of the files of plans, cells and package, and its form."""
+    parts: list[object] = [str(place), formats]
+    for folder in (*(folder / name for folder in folders for name in ("plans", "cells")), PACKAGE):
+        for found, _, names in sorted(os.walk(folder)):
+            facts = ((name, os.lstat(Path(found, name))) for name in sorted(names) if not name.endswith(".pyc"))
+            parts += [(found, name, stat.st_size, stat.st_mtime_ns) for name, stat in facts]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _told_before(place: Path, state: str, formats: tuple[str, ...]) -> dict[str, Any] | None:
+    """What was said of the report that lies there, if it is of this state and whole."""
+    try:
+        told = read_json(place / TOLD)
+        same = told["state"] == state and all((place / f"report.{name}").is_file() for name in formats)
+        return {name: told[name] for name in ("tables", "warnings", "last")} if same else None
+    except (UserError, KeyError, TypeError):
+        return None

@@ -6,7 +6,7 @@ import sys
 from fairseq_cli import validate
 
 from fairseq_icl import tasks  # noqa: F401 - fairseq does not import a package that is imported already
-from fairseq_icl.compat import TASK
+from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.files import PACKAGE
 
 DEFAULTS = {

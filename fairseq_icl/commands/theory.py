@@ -5,7 +5,6 @@ implicit updates, momentum), then on a language model. Writes theory.html and th
 """
 
 import argparse
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,18 +29,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", type=Path, default=Path("theory"), help="folder for the pages (default: theory)")
     arguments = parser.parse_args(argv)
     from fairseq_icl.files import write_atomically
-    from fairseq_icl.theory.drawing import draw_layer_causal
     from fairseq_icl.theory.page import render_html, render_markdown, run_statements
 
     records = run_statements(arguments.seed, training=not arguments.no_training) + _on_model(arguments)
-    drawing = io.BytesIO()
-    draw_layer_causal(drawing)
     subject = (
         f"Model of the last rows: {arguments.model}, dataset {arguments.dataset}, {arguments.demonstrations} "
         f"demonstrations, {arguments.queries} queries, seed {arguments.seed}."
     )
     text = render_markdown(records, subject)
-    write_atomically(arguments.to / "theory.html", render_html(records, drawing.getvalue(), subject))
+    write_atomically(arguments.to / "theory.html", render_html(records, subject))
     write_atomically(arguments.to / "theory.md", text)
     print(text)
     claims = [record for record in records if record.is_claim]

@@ -18,7 +18,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_icl.compat import flag, flags_of
+from fairseq_icl.compat.command_line import flag, flags_of
 from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models import Model, facts_of
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
@@ -83,6 +83,7 @@ class ICLSimilarity(FairseqCriterion):
         self.names = [name.strip() for name in cfg.metrics.split(",")] if cfg.metrics else None
         self.other = read_other(cfg.other_finetuned, task) if cfg.other_finetuned else None
         self.observers: dict[str, Observer] = {}
+        self.device = torch.device("cpu")
         self._start()
 
     def _start(self) -> None:
@@ -101,14 +102,13 @@ class ICLSimilarity(FairseqCriterion):
                 "or layer_causal_ce"
             )
         if not self.observers:
-            self.observers = self._make_observers(model)
+            self.observers, self.device = self._make_observers(model), next(model.parameters()).device
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
         seen = {name: observer(queries) for name, observer in self.observers.items()}
-        settings: dict[str, Observation] = {name: part for name, part in seen.items() if name != "other_ft"}
         extras = self._extras(queries, seen)
         self.collector.add(example, seen["zsl"], seen["icl"], seen.get("ft"), **extras)
         if self.cfg.save_activations:
-            self.kept.put(example, settings)
+            self.kept.put(example, {name: part for name, part in seen.items() if name != "other_ft"})
         answered = seen.get("ft", seen["zsl"])
         loss = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum()
         size = len(queries)
@@ -116,7 +116,7 @@ class ICLSimilarity(FairseqCriterion):
         return loss, size, log
 
     def _make_observers(self, model: PretrainedLM) -> dict[str, Observer]:
-        """One for each setting, by name; `other_ft` for a second fine-tuned model."""
+        """One for each condition, by name; `other_ft` for a second fine-tuned model."""
         prompts = dataclasses.replace(self.task.prompts, settings=self.settings)
         base = Model(model, self.task.files, *facts_of(self.settings), weights=model.base_state or None)
         # The context's scores are needed for attention to training tokens, and by those who want everything.
@@ -130,7 +130,9 @@ class ICLSimilarity(FairseqCriterion):
             observers["ft"] = Observer(tuned, prompts, context_row=self.cfg.save_activations is not None)
             if self.other is not None:
                 check_same_names(self.other, model)
-                observers["other_ft"] = Observer(base.under(self.other), prompts)
+                like = next(model.parameters())
+                other = {name: tensor.to(like) for name, tensor in self.other.items()}
+                observers["other_ft"] = Observer(base.under(other), prompts)
         return observers
 
     def _extras(self, queries: list[Any], seen: dict[str, Observation]) -> dict[str, Any]:
@@ -186,28 +188,28 @@ class ICLSimilarity(FairseqCriterion):
         }
         finetuned = {} if method == "none" else {"finetuned": self.cfg.path}
         other = {"other_finetuned": self.cfg.other_finetuned} if self.other is not None else {}
-        made = provenance(config, finetuned | other, precision=self.settings.precision)
+        made = provenance(config, finetuned | other, precision=self.settings.precision, device=self.device)
         made["checkpoints"]["base"] = self.task.files.sha256
         return made
 
 
 class Kept:
-    """What was seen of a validation set of `size` examples, setting by setting, for --save-activations."""
+    """What was seen of a validation set of `size` examples, condition by condition, for --save-activations."""
 
     def __init__(self, size: int) -> None:
         self.is_there = torch.zeros(size, dtype=torch.bool)
-        self.settings: dict[str, Gathering] = {}
+        self.conditions: dict[str, Gathering] = {}
 
-    def put(self, example: Tensor, settings: Mapping[str, Observation]) -> None:
+    def put(self, example: Tensor, conditions: Mapping[str, Observation]) -> None:
         """Take in a batch; `example` (n,) are positions in the validation set. One seen twice is the same again."""
-        for name, seen in settings.items():
-            self.settings.setdefault(name, Gathering(len(self.is_there))).put(example, seen)
+        for name, seen in conditions.items():
+            self.conditions.setdefault(name, Gathering(len(self.is_there))).put(example, seen)
         self.is_there[example] = True
 
     def in_order(self) -> tuple[Tensor, dict[str, Observation]]:
-        """(example, observations by setting) of all that were seen, in the order of the validation set."""
+        """(example, observations by condition) of all that were seen, in the order of the validation set."""
         example = self.is_there.nonzero().flatten()
-        seen = {name: gathering.observation() for name, gathering in self.settings.items()}
+        seen = {name: gathering.observation() for name, gathering in self.conditions.items()}
         if len(example) < len(self.is_there):  # a part of the set, or that of one of several processes
             seen = {name: whole.take(example) for name, whole in seen.items()}
         return example, seen
@@ -254,17 +256,18 @@ def summary(overall: pd.DataFrame) -> str:
     lines = [("metric", "value", "95 % interval over examples", "length ratio")]
     single = counts.get("examples") == 1
     for row in rows:
-        still = row.value == 0 and counts.get(f"zero_updates_{row.metric}", 0) > 0
-        shown = f"{row.value:.4f}{' (no update)' if still else ''}"
+        shown = f"{row.value:.4f}"
         ratio = lengths.get(f"{LENGTH_RATIO}{row.metric}")
         interval = "none (n=1)" if single else f"[{row.low:.4f}, {row.high:.4f}]"
         lines.append((row.metric, shown, interval, "" if ratio is None else f"{ratio:.4f}"))
     text = [text_table(lines, names=1)]
     for start, meaning in (
         ("undefined_", "values left out because they are not defined here"),
-        ("zero_updates_", "cosines set to 0 because an update is zero"),
+        ("zero_updates_", "cosines left out because an update is not above rounding"),
     ):
         told = [f"{name.removeprefix(start)} {int(n)}" for name, n in counts.items() if name.startswith(start) and n]
+        if start == "undefined_":
+            told = [words for words in told if not counts.get(f"zero_updates_{words.split()[0]}")]
         if told:
             text.append(f"{meaning}: {', '.join(told)}")
     return "\n".join([*text, f"{int(counts['examples'])} examples"])

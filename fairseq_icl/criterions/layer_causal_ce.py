@@ -11,7 +11,7 @@ from fairseq.logging import metrics
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_icl.compat import flags_of
+from fairseq_icl.compat.command_line import flags_of
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.layer_causal import check_decoder, decoder_of, layer_losses

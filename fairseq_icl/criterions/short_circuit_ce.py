@@ -9,7 +9,7 @@ from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_icl.compat import flags_of
+from fairseq_icl.compat.command_line import flags_of
 from fairseq_icl.training.layer_causal import decoder_of
 from fairseq_icl.training.short_circuit import cut_after, layer_of_cut
 

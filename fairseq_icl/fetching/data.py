@@ -15,7 +15,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.fetching.download import checksum_of
 from fairseq_icl.fetching.hub import address, open_repository
 from fairseq_icl.files import reason_of, remedy_for, write_atomically
-from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, load_spec
+from fairseq_icl.prompts.catalogue import DatasetSpec, Hub, dataset_names, load_spec
 from fairseq_icl.prompts.readers import SPLITS, Split, find_split, read_split
 from fairseq_icl.prompts.rows import Comparison, compare_rows
 
@@ -36,12 +36,17 @@ def data_cache() -> Path:
 
 def places(spec: DatasetSpec, folder: Path) -> Iterator[tuple[Split, str, Path]]:
     """(split, address, place) of each of a dataset's two files."""
-    if not spec.hub:
-        raise UserError(f"{spec.name}: its YAML does not say where the hub has it (the key hub); put its files by hand")
+    hub = _hub(spec)
     for split in SPLITS:
-        path = spec.hub["files"][split]
-        url = address("dataset", spec.hub["repo"], spec.hub["revision"], path)
+        path = hub.files.of(split)
+        url = address("dataset", hub.repo, hub.revision, path)
         yield split, url, folder / spec.name / f"{split}{Path(path).suffix}"
+
+
+def _hub(spec: DatasetSpec) -> Hub:
+    if spec.hub is None:
+        raise UserError(f"{spec.name}: its YAML does not say where the hub has it (the key hub); put its files by hand")
+    return spec.hub
 
 
 def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, quiet: bool = False) -> list[str]:
@@ -74,7 +79,7 @@ def _is_settled(spec: DatasetSpec, folder: Path, split: Split, url: str, place: 
     if there != place:
         raise UserError(f"{there}: is there already and would be read instead; move it away, or choose another --to")
     checksum = checksum_of(place)
-    if checksum in (spec.hub["sha256"].get(split), _remembered(folder, spec).get(url)):
+    if checksum in (_hub(spec).sha256.get(split), _remembered(folder, spec).get(url)):
         return True
     compared = compare_rows(folder, spec, split, read_split(folder, spec, split))
     return compared is not None and compared.likeness == "same"
@@ -104,17 +109,17 @@ def _memory(folder: Path, spec: DatasetSpec) -> Path:
 def _fetch(
     spec: DatasetSpec, folder: Path, wanted: dict[Split, tuple[str, Path]], *, any_rows: bool, quiet: bool
 ) -> None:
-    url, place = next(iter(wanted.values()))
+    hub, (url, place) = _hub(spec), next(iter(wanted.values()))
     by_hand = f"download {url} and put it at {place}; fairseq-icl fetch data {spec.name} --by-hand lists all files"
-    repository = open_repository("dataset", spec.hub["repo"], spec.hub["revision"], by_hand)
+    repository = open_repository("dataset", hub.repo, hub.revision, by_hand)
     unfinished = folder / UNFINISHED / spec.name
     for split, (url, place) in wanted.items():
-        path = spec.hub["files"][split]
+        path = hub.files.of(split)
         if not repository.has(path, place):
             if place.exists():
                 raise UserError(f"{place}: is there already, and is another file than {url}; move it away")
             staged = unfinished / place.name
-            repository.fetch(path, staged, pinned=spec.hub["sha256"].get(split), quiet=quiet)
+            repository.fetch(path, staged, pinned=hub.sha256.get(split), quiet=quiet)
             compared = compare_rows(unfinished, spec, split, read_split(unfinished, spec, split))
             if compared is not None and compared.likeness == "other" and not any_rows:
                 staged.unlink()

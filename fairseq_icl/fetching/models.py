@@ -1,18 +1,29 @@
-"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published."""
+"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published.
 
+Of an archive regular files are unpacked, and none outside of the folder.
+"""
+
+import gzip
 import re
+import shutil
+import tarfile
+import tempfile
+import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import split_name
-from fairseq_icl.fetching.archive import CHECKPOINT, unpack_model
 from fairseq_icl.fetching.download import checksum_of, download
 from fairseq_icl.fetching.hub import address, cached_folder, fetch_to_cache, open_repository
+from fairseq_icl.files import reason_of, remedy_for, temporary_prefix
 from fairseq_icl.models.hugging_face import CONFIG, WEIGHT_FILES
 from fairseq_icl.models.hugging_face.tokenizer import TOKENIZER_FILES
+
+CHECKPOINT = "model.pt"
+BLOCK = 1 << 20
 
 
 def needed_files(name: str, files: Iterable[str]) -> list[str]:
@@ -87,3 +98,47 @@ def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False
         if not (folder / name).is_file() or checksum_of(folder / name) != file["sha256"]:
             download(file["url"], folder / name, checksum=file["sha256"], quiet=quiet)
     return line
+
+
+def unpack_model(archive: Path, folder: Path) -> None:
+    """Put the files of the model in a .tar.gz into `folder`: those beside its model.pt, without folders around it.
+
+    Links, devices and paths that lead out are refused, and then nothing of the archive is kept.
+    """
+    unfinished = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=temporary_prefix(archive.name), dir=folder))
+        _unpack(archive, unfinished)
+        found = sorted(unfinished.rglob(CHECKPOINT))
+        if len(found) != 1:
+            raise UserError(f"{archive}: {len(found)} files named {CHECKPOINT} in it; not an archive of one model")
+        for file in sorted(found[0].parent.iterdir()):
+            if file.is_file():
+                file.replace(folder / file.name)
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{archive}: not a whole .tar.gz ({error}); remove it and fetch it again") from error
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({reason_of(error)}); {remedy_for(error)} folder (--to)"
+        ) from error
+    finally:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive, "r:*") as tar:
+        for member in tar:
+            path = PurePosixPath(member.name)
+            if path.is_absolute() or ".." in path.parts or "\0" in member.name:
+                raise UserError(f"{archive}: {member.name!r} in it leads out of the folder; do not use this archive")
+            if member.isdir():
+                continue
+            if not member.isreg():
+                raise UserError(f"{archive}: {member.name!r} in it is a link or a device; do not use this archive")
+            source, place = tar.extractfile(member), folder / path
+            assert source is not None  # of a regular file there is a content
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("xb") as file:
+                shutil.copyfileobj(source, file, BLOCK)

@@ -2,10 +2,10 @@
 
 A new metric is one function under `@metric("name")`, in a module of this folder or in any installed package.
 
-A metric takes the observations of the three settings of n examples and returns one of
+A metric takes the observations of the three conditions of n examples and returns one of
 
 - a tensor (n,) or (n, layers): one value an example, or one an example and layer;
-- a `Similarity`: such values together with the number of cosines that were zero by definition;
+- a `Similarity`: such values together with the number of cosines that have no meaning;
 - a `Ratio`: numerator and denominator (n,), for metrics such as RPA that are a quotient of sums over examples;
 - a `Ranking`: the scores of every class and the right one, for the area under the ROC curve.
 
@@ -14,8 +14,9 @@ Values are averaged over examples, then over layers. docs/adding_a_metric.md wal
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -23,76 +24,17 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 
 ENTRY_POINT_GROUP = "fairseq_icl.metrics"
-SETTINGS = ("zsl", "icl", "ft")
+CONDITIONS = ("zsl", "icl", "ft")
+"""Zero-shot, in context, fine-tuned: what a model is observed in."""
+if TYPE_CHECKING:
+    from fairseq_icl.observing.observation import Observation
+else:
+    Observation = Any  # metrics do without the modules that observe
 EXTRAS = ("example", "attention", "other_ft", "weights")
 
 
-class Observation(Protocol):
-    """What a metric may look at: one setting (ZSL, ICL or FT) observed on n examples.
-
-    L layers, H heads, d model width, C label options, Q longest query, P context length.
-    """
-
-    @property
-    def option_logprobs(self) -> Tensor:
-        """(n, C) mean log-probability of each label option, -inf where an example has fewer"""
-
-    @property
-    def label_prior(self) -> Tensor | None:
-        """(n, C) log of each option's mean probability on inputs without content; None without classes"""
-
-    @property
-    def demonstration_logprob(self) -> Tensor | None:
-        """(n,) mean log-probability of the tokens that fine-tuning would score; None unless `queries=train`"""
-
-    @property
-    def gold(self) -> Tensor:
-        """(n,) index of the right option"""
-
-    @property
-    def prediction(self) -> Tensor:
-        """(n,) index of the most likely option"""
-
-    @property
-    def attention_output(self) -> Tensor:
-        """(n, L, d) output of the attention block at the observed position"""
-
-    @property
-    def attention_row(self) -> Tensor:
-        """(n, L, H, Q) scores before the softmax over the query tokens, zeros on the left"""
-
-    @property
-    def query_length(self) -> Tensor:
-        """(n,) how many entries of a row are query tokens"""
-
-    @property
-    def context_row(self) -> Tensor | None:
-        """(n, L, P) scores over the context (ICL), summed over heads"""
-
-    @property
-    def query_vector(self) -> Tensor:
-        """(n, L, d) scaled query vectors, heads concatenated"""
-
-    @property
-    def depth_scores(self) -> Tensor | None:
-        """(n, L, C) score of each option after each layer; only differences between options count"""
-
-    @property
-    def top_tokens(self) -> Tensor | None:
-        """(n, K) most likely next tokens where the label begins"""
-
-    @property
-    def top_logprobs(self) -> Tensor | None:
-        """(n, K) log-probabilities of these tokens in the whole output distribution, largest first"""
-
-    def __len__(self) -> int: ...
-
-    def take(self, index: Any) -> "Observation":
-        """The chosen examples, in that order."""
-
-
 class Similarity(NamedTuple):
-    """Mean cosines and how many of the cosines behind each were 0 because one of the vectors was zero.
+    """Mean cosines, and how many of the cosines behind each have no meaning: of a zero vector, or of rounding.
 
     A cosine says nothing of lengths. Where the two vectors are things that were measured (the updates of ICL and FT,
     not a random direction), their `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in
@@ -124,14 +66,23 @@ Function = TypeVar("Function", bound=Callable[..., Outcome])
 
 @dataclass(frozen=True)
 class Metric:
-    """A named function of observations: which settings it is called with, in order, and which extras by keyword."""
+    """A named function of observations: which conditions it is called with, in order, and which extras by keyword."""
 
     name: str
     compute: Callable[..., Outcome]
-    settings: tuple[str, ...]
+    conditions: tuple[str, ...]
     needs: tuple[str, ...]
     reads: tuple[str, ...] = ()
     """Attributes of the observations that may be missing; without one of them the metric is left out."""
+    title: str = ""
+    """What it is called in figures; by default its name."""
+    unit: str = ""
+    """In which it is shown. Shares are computed between 0 and 1, and those with the unit "percent" shown as such."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The conditions, by the name they had before."""
+        return self.conditions
 
     def can_read(self, observations: Iterable[Observation]) -> bool:
         """Whether the observations have what it reads."""
@@ -143,22 +94,30 @@ _loaded_entry_points = False
 
 
 def metric(
-    name: str, *, settings: Iterable[str] = SETTINGS, needs: Iterable[str] = (), reads: Iterable[str] = ()
+    name: str,
+    *,
+    conditions: Iterable[str] = CONDITIONS,
+    needs: Iterable[str] = (),
+    reads: Iterable[str] = (),
+    title: str = "",
+    unit: str = "",
+    **given: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as the metric `name` and return it unchanged.
+    """Register a function, with the arguments in `given`, as the metric `name` and return it unchanged.
 
     **Arguments**
-    - `settings`: the observations the function takes, in order, out of zsl, icl and ft. A metric that does not take
+    - `conditions`: the observations the function takes, in order, out of zsl, icl and ft. A metric that does not take
       `ft` is also computed when a base checkpoint is scored alone.
     - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
       `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
       fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
     - `reads`: attributes of the observations that not every observation has (`depth_scores`, `top_tokens`,
       `label_prior`); where one is missing the metric is left out.
+    - `title`, `unit`: what stands at its axis in figures: by default its name, and no unit; "percent" is for shares.
     """
-    settings, needs, reads = tuple(settings), tuple(needs), tuple(reads)
-    for given, known in ((settings, SETTINGS), (needs, EXTRAS)):
-        unknown = [word for word in given if word not in known]
+    conditions, needs, reads = tuple(conditions), tuple(needs), tuple(reads)
+    for words, known in ((conditions, CONDITIONS), (needs, EXTRAS)):
+        unknown = [word for word in words if word not in known]
         if unknown:
             raise ValueError(f"metric {name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
 
@@ -170,7 +129,22 @@ def metric(
         known = _metrics.get(name)
         if known is not None and _origin(known.compute) != _origin(compute):
             raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
-        _metrics[name] = Metric(name, compute, settings, needs, reads)
+        called = update_wrapper(partial(compute, **given), compute) if given else compute
+        _metrics[name] = Metric(name, called, conditions, needs, reads, title, unit)
+        return compute
+
+    return register
+
+
+def metric_of_each(
+    name: str, *, conditions: Iterable[str] = CONDITIONS, title: str = "", **facts: Any
+) -> Callable[[Function], Function]:
+    """Register a function of one observation as NAME_zsl, NAME_icl and NAME_ft."""
+
+    def register(compute: Function) -> Function:
+        for condition in reversed(tuple(conditions)):
+            own_title = f"{condition.upper()} {title}" if title else ""
+            metric(f"{name}_{condition}", conditions=(condition,), title=own_title, **facts)(compute)
         return compute
 
     return register
@@ -213,6 +187,15 @@ def get_metric(name: str, settings: Settings | None = None) -> Metric:
     return _metrics[full_name]
 
 
+def shown_as(name: str) -> tuple[str, str, float]:
+    """(title, unit, factor) of a metric in figures and tables; of one that is not known here, its name alone."""
+    try:
+        known = get_metric(name)
+    except UserError:  # of a package that is not installed
+        return name, "", 1.0
+    return known.title or name, known.unit, 100.0 if known.unit == "percent" else 1.0
+
+
 def _origin(compute: Callable[..., Outcome]) -> str:
     return f"{compute.__module__}.{compute.__qualname__}"
 
@@ -237,21 +220,3 @@ from fairseq_icl.metrics import (  # noqa: E402
     training_attention,
     weight_space,
 )
-
-__all__ = [
-    "Metric",
-    "Observation",
-    "Ranking",
-    "Ratio",
-    "Similarity",
-    "attention_maps",
-    "attention_outputs",
-    "depth",
-    "get_metric",
-    "metric",
-    "metric_names",
-    "output_distributions",
-    "predictions",
-    "training_attention",
-    "weight_space",
-]

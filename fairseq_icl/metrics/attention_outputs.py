@@ -13,58 +13,96 @@ of z + u, z + v and z:
 so SimAOU_norm = sqrt((1 - c_u)(1 - c_v)) / 2. Both differences contain -e: what they share is z itself. When both
 updates double the norm of the state, c_u = c_v = 1/2 and the value is 1/4 (the second paper, section 3.1); it tends to
 0 for small updates and to 1/2 for large ones. Without normalising, cos(u, v) = 0 whatever the norms.
+
+**How it is computed.** Every value follows from products of z and the updates, which are formed once. With u's part
+across the zero-shot state, u' = u - (u.e) e, the normalised update is
+
+    (z + u) / |z + u| - e = u' / |z + u| - t e,   t = 1 - cos(z, z + u)
+
+so two of them have the product u'.v' / (|z + u| |z + v|) + t_u t_v, in which nothing cancels.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairseq_icl.metrics import Observation, Similarity, metric
-from fairseq_icl.metrics.vectors import cosine, gaussian, uniform, unit
+from fairseq_icl.metrics.vectors import (
+    cosine_of,
+    dot,
+    gaussian,
+    in_parts,
+    remembered,
+    rounding_of,
+    uniform,
+    where_defined,
+)
+
+Draw = Callable[[Tensor, tuple[int, ...], str], Tensor]
 
 
-@metric("sim_aou")
+class Update(NamedTuple):
+    """What is known of updates u of zero-shot states; (n, L) each."""
+
+    square: Tensor  # |u|^2
+    across: Tensor  # |u'|^2
+    scale: Tensor  # 1 / |z + u|, 0 for a state of zero
+    turned: Tensor  # t = 1 - cos(z, z + u)
+
+    @property
+    def normalised(self) -> Tensor:
+        """The squared length of the normalised update."""
+        return self.across * self.scale**2 + self.turned**2
+
+
+@metric("sim_aou_norm", title="SimAOU_norm", unit="cosine", normalize=True)
+@metric("sim_aou", title="SimAOU", unit="cosine")
 def sim_aou(zsl: Observation, icl: Observation, ft: Observation, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, h_ft - h_zsl); with `normalize`, every h is divided by its norm before subtracting."""
-    before = _state(zsl, normalize)  # (n, L, d)
-    return cosine(_state(icl, normalize) - before, _state(ft, normalize) - before)
+    """cos(h_icl - h_zsl, h_ft - h_zsl); with `normalize`, every h is divided by its norm before subtracting.
+
+    `sim_aou_norm`, with h/|h| in place of h, is the first paper's SimAOU. So it is with the random versions.
+    """
+    u, v, product, across, noise = _two_updates(zsl, icl, ft)
+    if not normalize:
+        return where_defined(cosine_of(product, u.square, v.square), noise)
+    product = across * u.scale * v.scale + u.turned * v.turned
+    return where_defined(cosine_of(product, u.normalised, v.normalised), noise)
 
 
-@metric("sim_aou_norm")
-def sim_aou_norm(zsl: Observation, icl: Observation, ft: Observation) -> Similarity:
-    """cos(h_icl/|h_icl| - h_zsl/|h_zsl|, h_ft/|h_ft| - h_zsl/|h_zsl|): the first paper's SimAOU."""
-    return sim_aou(zsl, icl, ft, normalize=True)
+@metric("sim_aou_projected", title="SimAOU_projected", unit="cosine")
+def sim_aou_projected(zsl: Observation, icl: Observation, ft: Observation) -> Similarity:
+    """cos(P h_icl, P h_ft), P x = x - (x.e) e, e = h_zsl/|h_zsl|: what is left of SimAOU across the zero-shot state.
+
+    Exactly 0 for updates that are orthogonal to each other and to the zero-shot state, whatever their lengths, where
+    the normalised version gives up to 1/2.
+    """
+    u, v, _, across, noise = _two_updates(zsl, icl, ft)
+    return where_defined(cosine_of(across, u.across, v.across), noise)
 
 
 def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normalize: bool = False) -> Similarity:
     """cos(h_icl - h_zsl, update) for a given update (n, L, d) in place of the fine-tuning one, used as it is."""
-    return cosine(_state(icl, normalize) - _state(zsl, normalize), update)._replace(lengths=None)
+    return _beside(zsl, icl, update)[0][normalize]
 
 
-@metric("sim_aou_random_uniform", settings=("zsl", "icl"), needs=("example",))
+@metric("sim_aou_norm_random_uniform", conditions=("zsl", "icl"), needs=("example",), unit="cosine", normalize=True)
+@metric("sim_aou_random_uniform", conditions=("zsl", "icl"), needs=("example",), unit="cosine")
 def sim_aou_random_uniform(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
     """cos(h_icl - h_zsl, r), r uniform on [0, 1): the authors' baseline, all positive and so near (1, ..., 1)."""
-    return sim_aou_of_update(zsl, icl, uniform(example, _shape(zsl), "update"), normalize)
+    return _beside_random(zsl, icl, example)[0][normalize]
 
 
-@metric("sim_aou_norm_random_uniform", settings=("zsl", "icl"), needs=("example",))
-def sim_aou_norm_random_uniform(zsl: Observation, icl: Observation, example: Tensor) -> Similarity:
-    """`sim_aou_random_uniform` on normalised states."""
-    return sim_aou_random_uniform(zsl, icl, example, normalize=True)
-
-
-@metric("sim_aou_random_gaussian", settings=("zsl", "icl"), needs=("example",))
+@metric("sim_aou_norm_random_gaussian", conditions=("zsl", "icl"), needs=("example",), unit="cosine", normalize=True)
+@metric("sim_aou_random_gaussian", conditions=("zsl", "icl"), needs=("example",), unit="cosine")
 def sim_aou_random_gaussian(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
     """cos(h_icl - h_zsl, g), g standard normal: a direction without preference, expectation 0."""
-    return sim_aou_of_update(zsl, icl, gaussian(example, _shape(zsl), "update"), normalize)
+    return _beside_random(zsl, icl, example)[1][normalize]
 
 
-@metric("sim_aou_norm_random_gaussian", settings=("zsl", "icl"), needs=("example",))
-def sim_aou_norm_random_gaussian(zsl: Observation, icl: Observation, example: Tensor) -> Similarity:
-    """`sim_aou_random_gaussian` on normalised states."""
-    return sim_aou_random_gaussian(zsl, icl, example, normalize=True)
-
-
-@metric("sim_aou_random_matched", needs=("example",))
+@metric("sim_aou_norm_random_matched", needs=("example",), unit="cosine", normalize=True)
+@metric("sim_aou_random_matched", needs=("example",), unit="cosine")
 def sim_aou_random_matched(
     zsl: Observation, icl: Observation, ft: Observation, example: Tensor, normalize: bool = False
 ) -> Similarity:
@@ -73,28 +111,109 @@ def sim_aou_random_matched(
     g and g' are independent standard normal vectors. This is what remains of a similarity when the lengths of the
     updates are kept and their directions are random.
     """
-    before = zsl.attention_output.double()  # (n, L, d)
-    u = _length(icl.attention_output - before) * unit(gaussian(example, _shape(zsl), "matched icl"))
-    v = _length(ft.attention_output - before) * unit(gaussian(example, _shape(zsl), "matched ft"))
+    before, first, second, to_first, to_second, between = _random_pair(zsl, example)
+    true = _two_updates(zsl, icl, ft)[:2]
+    lengths = [update.square.sqrt() / drawn.sqrt() for update, drawn in zip(true, (first, second), strict=True)]
+    product = between * lengths[0] * lengths[1]
     if not normalize:
-        return cosine(u, v)._replace(lengths=None)
-    return cosine(unit(before + u) - unit(before), unit(before + v) - unit(before))._replace(lengths=None)
+        return cosine_of(product, true[0].square, true[1].square)._replace(lengths=None)
+    along = (to_first * lengths[0], to_second * lengths[1])  # z.u and z.v
+    u, v = (_update(before, z_u, known.square) for z_u, known in zip(along, true, strict=True))
+    across = product - along[0] * along[1] * _inverse(before)
+    product = across * u.scale * v.scale + u.turned * v.turned
+    return cosine_of(product, u.normalised, v.normalised)._replace(lengths=None)
 
 
-@metric("sim_aou_norm_random_matched", needs=("example",))
-def sim_aou_norm_random_matched(zsl: Observation, icl: Observation, ft: Observation, example: Tensor) -> Similarity:
-    """`sim_aou_random_matched` on normalised states: 1/4 where both updates double the norm of the state."""
-    return sim_aou_random_matched(zsl, icl, ft, example, normalize=True)
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x, and 0 for 0."""
+    return torch.where(x == 0, 0.0, 1 / torch.where(x == 0, 1.0, x))
 
 
-def _state(observation: Observation, normalize: bool) -> Tensor:
-    state = observation.attention_output.double()  # (n, L, d)
-    return unit(state) if normalize else state
+def _update(
+    before: Tensor, along: Tensor, square: Tensor, across: Tensor | None = None, after: Tensor | None = None
+) -> Update:
+    """From |z|^2, z.u, |u|^2 and, where they were formed without cancelling, |u'|^2 and |z + u|^2."""
+    if across is None:
+        across = square - along**2 * _inverse(before)
+    if after is None:
+        after = before + 2 * along + square
+    scale = _inverse(after.sqrt())
+    cosine = (before + along) * _inverse(before.sqrt()) * scale
+    turned = torch.where(cosine > 0, across * scale**2 / (1 + cosine.clamp_min(0)), 1 - cosine)
+    return Update(square, across, scale, torch.where(before == 0, 0.0, turned))
 
 
-def _length(update: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(update, dim=-1, keepdim=True)  # (n, L, 1)
+def _split(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """u, u' (m, L, d) and the products from which `_update` follows, of states (m, L, d) float64."""
+    update = after - before
+    square, along = dot(before, before), dot(before, update)
+    across = torch.addcmul(update, before, (along * _inverse(square))[..., None], value=-1)
+    return update, across, (square, along, dot(update, update), dot(across, across), dot(after, after))
 
 
-def _shape(observation: Observation) -> tuple[int, ...]:
-    return tuple(observation.attention_output.shape[1:])
+@remembered
+def _two_updates(zsl: Observation, icl: Observation, ft: Observation) -> tuple[Update, Update, Tensor, Tensor, Tensor]:
+    """The updates u of ICL and v of FT, u.v, u'.v', and where one of them is nothing but rounding: (n, L) each"""
+
+    def products(*states: Tensor) -> tuple[Tensor, ...]:
+        before, one, other = (state.double() for state in states)
+        u, u_across, of_u = _split(before, one)
+        v, v_across, of_v = _split(before, other)
+        return (*of_u, *of_v, dot(u, v), dot(u_across, v_across))
+
+    found = in_parts(products, *(seen.attention_output for seen in (zsl, icl, ft)))
+    u, v = _update(*found[:5]), _update(*found[5:10])
+    limit = rounding_of(zsl, icl, ft) * found[0].sqrt()
+    return u, v, found[10], found[11], (u.square.sqrt() <= limit) | (v.square.sqrt() <= limit)
+
+
+def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> list[tuple[Similarity, Similarity]]:
+    """Cosines of ICL's update with vectors r, without and with normalised states.
+
+    `given` (n, L, d) are these vectors; or examples (n,), for which each of `draws` makes some.
+    """
+
+    def products(before: Tensor, after: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        drawn = [draw(given, tuple(before.shape[1:]), "update").float() for draw in draws]
+        found = []
+        for r in drawn or [given.double()]:  # fp32 will do for random ones
+            update = after.to(r.dtype) - before
+            found += [dot(vector, r).double() for vector in (update, before, r)]
+        return tuple(found)
+
+    of_u = _one_update(zsl, icl)
+    u, before, along = _update(*of_u), of_u[0], of_u[1]
+    found = in_parts(products, zsl.attention_output, icl.attention_output, given)
+    cosines = []
+    for start in range(0, len(found), 3):
+        product, to_before, square = found[start : start + 3]
+        across = product - along * _inverse(before) * to_before  # u'.r
+        normalised = across * u.scale - u.turned * to_before * _inverse(before.sqrt())
+        both = cosine_of(product, u.square, square), cosine_of(normalised, u.normalised, square)
+        cosines.append((both[0]._replace(lengths=None), both[1]._replace(lengths=None)))
+    return cosines
+
+
+@remembered
+def _one_update(zsl: Observation, icl: Observation) -> tuple[Tensor, ...]:
+    """The products from which ICL's update follows."""
+    states = zsl.attention_output, icl.attention_output
+    return in_parts(lambda before, after: _split(before.double(), after.double())[2], *states)
+
+
+@remembered
+def _beside_random(zsl: Observation, icl: Observation, example: Tensor) -> list[tuple[Similarity, Similarity]]:
+    return _beside(zsl, icl, example, uniform, gaussian)
+
+
+@remembered
+def _random_pair(zsl: Observation, example: Tensor) -> tuple[Tensor, ...]:
+    """|z|^2, |g|^2, |g'|^2, z.g, z.g' and g.g' of two independent normal vectors: (n, L) each"""
+
+    def products(state: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
+        before = state.double()
+        g, other = (gaussian(numbers, tuple(before.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
+        pairs = ((g, g), (other, other), (state, g), (state, other), (g, other))
+        return dot(before, before), *(dot(a, b).double() for a, b in pairs)
+
+    return in_parts(products, zsl.attention_output, example)

@@ -7,24 +7,20 @@ itself, so the last value of `accuracy_by_depth_icl` is `accuracy_icl`.
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, metric
+from fairseq_icl.metrics import Observation, metric_of_each
 from fairseq_icl.metrics.vectors import log_shares
 
 READS = ("depth_scores",)
 
 
-@metric("accuracy_by_depth_zsl", settings=("zsl",), reads=READS)
-@metric("accuracy_by_depth_icl", settings=("icl",), reads=READS)
-@metric("accuracy_by_depth_ft", settings=("ft",), reads=READS)
+@metric_of_each("accuracy_by_depth", unit="percent", reads=READS)
 def accuracy_by_depth(observation: Observation) -> Tensor:
     """1 where argmax_c s[l, c] is the gold label, else 0. (n, L)"""
     best = torch.from_numpy(_scores(observation).numpy().argmax(axis=-1))  # numpy promises the first one on ties
     return (best == observation.gold[:, None]).double()
 
 
-@metric("logprob_by_depth_zsl", settings=("zsl",), reads=READS)
-@metric("logprob_by_depth_icl", settings=("icl",), reads=READS)
-@metric("logprob_by_depth_ft", settings=("ft",), reads=READS)
+@metric_of_each("logprob_by_depth", unit="nats", reads=READS)
 def logprob_by_depth(observation: Observation) -> Tensor:
     """log softmax_c(s[l])[gold]: log-probability of the gold label among the options, in nats. (n, L)"""
     logprobs = log_shares(_scores(observation))  # (n, L, C)

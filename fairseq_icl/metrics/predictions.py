@@ -10,35 +10,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Ranking, Ratio, metric
+from fairseq_icl.metrics import Observation, Ranking, Ratio, metric, metric_of_each
 from fairseq_icl.metrics.vectors import log_shares
 
 
-@metric("accuracy_zsl", settings=("zsl",))
-@metric("accuracy_icl", settings=("icl",))
-@metric("accuracy_ft", settings=("ft",))
+@metric_of_each("accuracy", title="accuracy", unit="percent")
 def accuracy(observation: Observation) -> Tensor:
     """1 where the prediction is the gold label, else 0. (n,)"""
     return _right(observation).double()
 
 
-@metric("accuracy_calibrated_zsl", settings=("zsl",), reads=["label_prior"])
-@metric("accuracy_calibrated_icl", settings=("icl",), reads=["label_prior"])
-@metric("accuracy_calibrated_ft", settings=("ft",), reads=["label_prior"])
+@metric_of_each("accuracy_calibrated", title="calibrated accuracy", unit="percent", reads=["label_prior"])
 def accuracy_calibrated(observation: Observation) -> Tensor:
     """1 where the label that gains most over its prior is the gold one. (n,)
 
-    The prior is the label's probability on inputs without content (contextual calibration, Zhao et al. 2021), so a
-    model that prefers one word whatever it reads is not punished for it.
+    The prior is the label's probability on inputs without content, averaged over them and then made to add up to 1
+    (contextual calibration, as the code of Zhao et al. 2021 has it), so a model that prefers one word whatever it reads
+    is not punished for it.
     """
     assert observation.label_prior is not None
-    calibrated = observation.option_logprobs - observation.label_prior
-    return (calibrated.argmax(dim=1) == observation.gold).double()
+    return _calibrated(observation, observation.label_prior)
 
 
-@metric("auc_zsl", settings=("zsl",), reads=["label_prior"])
-@metric("auc_icl", settings=("icl",), reads=["label_prior"])
-@metric("auc_ft", settings=("ft",), reads=["label_prior"])
+@metric_of_each(
+    "accuracy_calibrated_normalised",
+    title="accuracy, calibrated input by input",
+    unit="percent",
+    reads=["label_prior_normalised"],
+)
+def accuracy_calibrated_normalised(observation: Observation) -> Tensor:
+    """The same with a prior to which every input without content contributes alike. (n,)"""
+    assert observation.label_prior_normalised is not None
+    return _calibrated(observation, observation.label_prior_normalised)
+
+
+@metric_of_each("auc", title="AUC", reads=["label_prior"])
 def auc(observation: Observation) -> Ranking:
     """Area under the ROC curve of each class's probability among the options against the rest, mean over classes.
 
@@ -48,36 +54,39 @@ def auc(observation: Observation) -> Ranking:
     return Ranking(scores, F.one_hot(observation.gold, scores.size(1)).bool())
 
 
-@metric("log_likelihood_zsl", settings=("zsl",))
-@metric("log_likelihood_icl", settings=("icl",))
-@metric("log_likelihood_ft", settings=("ft",))
+@metric_of_each("log_likelihood", unit="nats")
 def log_likelihood(observation: Observation) -> Tensor:
     """Log-probability of the right label under the whole dictionary, a mean over its tokens. (n,)"""
     return observation.option_logprobs.gather(1, observation.gold[:, None])[:, 0].double()
 
 
-@metric("demonstration_log_likelihood_zsl", settings=("zsl",), reads=["demonstration_logprob"])
-@metric("demonstration_log_likelihood_ft", settings=("ft",), reads=["demonstration_logprob"])
+@metric_of_each("demonstration_log_likelihood", conditions=("zsl", "ft"), unit="nats", reads=["demonstration_logprob"])
 def demonstration_log_likelihood(observation: Observation) -> Tensor:
     """The fine-tuning loss on the example, negated; known where rows of the train split are asked about. (n,)"""
     assert observation.demonstration_logprob is not None
     return observation.demonstration_logprob
 
 
-@metric("rec2ftp")
+@metric("rec2ftp", title="Rec2FTP", unit="percent")
 def rec2ftp(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
     """|wrong zsl & right ft & right icl| / |wrong zsl & right ft|: how much of what FT mends ICL mends too."""
     mended = _mended(zsl, ft)
     return Ratio((mended & _right(icl)).double(), mended.double())
 
 
-@metric("rpa")
+@metric("rec2ftp_chance", conditions=("zsl", "icl"), title="Rec2FTP by chance", unit="percent")
+def rec2ftp_chance(zsl: Observation, icl: Observation) -> Ratio:
+    """|wrong zsl & right icl| / |wrong zsl|: what Rec2FTP would be if FT mended any examples, whichever ICL mends."""
+    return Ratio(_mended(zsl, icl).double(), (~_right(zsl)).double())
+
+
+@metric("rpa", title="RPA", unit="percent")
 def rpa(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
     """|D_icl & D_ft| / |D_icl | D_ft|: the overlap of the changed examples."""
     return _overlap(_changed(zsl, icl), _changed(zsl, ft))
 
 
-@metric("rpa_same_label")
+@metric("rpa_same_label", unit="percent")
 def rpa_same_label(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
     """same / (|D_icl| + |D_ft| - same), same = examples changed by both to the same label.
 
@@ -88,13 +97,13 @@ def rpa_same_label(zsl: Observation, icl: Observation, ft: Observation) -> Ratio
     return Ratio(same, _changed(zsl, icl).double() + _changed(zsl, ft).double() - same)
 
 
-@metric("rpa_correct")
+@metric("rpa_correct", unit="percent")
 def rpa_correct(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
     """`rpa` with D restricted to examples whose new prediction is right."""
     return _overlap(_changed(zsl, icl) & _right(icl), _changed(zsl, ft) & _right(ft))
 
 
-@metric("rpa_incorrect")
+@metric("rpa_incorrect", unit="percent")
 def rpa_incorrect(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
     """`rpa` with D restricted to examples whose new prediction is wrong."""
     return _overlap(_changed(zsl, icl) & ~_right(icl), _changed(zsl, ft) & ~_right(ft))
@@ -148,6 +157,10 @@ def prediction_sets(zsl: Observation, icl: Observation, ft: Observation) -> Pred
         changed_only_icl_incorrect=icl_incorrect & ~ft_incorrect,
         changed_only_ft_incorrect=ft_incorrect & ~icl_incorrect,
     )
+
+
+def _calibrated(observation: Observation, prior: Tensor) -> Tensor:
+    return ((observation.option_logprobs - prior).argmax(dim=1) == observation.gold).double()
 
 
 def _right(observation: Observation) -> Tensor:

@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 from fairseq_icl.metrics import Observation, Similarity, metric
 from fairseq_icl.metrics.vectors import uniform
 
-ROWS = 16  # examples in a matrix product, always: filled up, it gives each the same bits in any company
-PAIRS_AT_ONCE = 1 << 20  # comparisons that `_inversions` holds at a time, one byte each: what a cache takes
+ROWS = 50  # examples in a matrix product, always: filled up, it gives each the same bits in any company
+BLOCK = 8  # numbers that `_inversions` compares pair by pair
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class TrainingAttention:
 
 
 def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
-    """softmax_t(q_ft . q_t): (n, L, T) float32
+    """softmax_t(q_ft . q_t): (n, L, T) float64
 
     In the first layer a word at the same place in two demonstrations has the same query vector, so exact ties are
     common. Rounding the products to float32 keeps them ties: in float64 the order of summation would break them.
@@ -138,7 +138,7 @@ def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
 
 
 def icl_weights(icl: Observation, training: TrainingTokens) -> Tensor:
-    """softmax_t(score_t): (n, L, T) float32"""
+    """softmax_t(score_t): (n, L, T) float64"""
     if icl.context_row is None:
         raise ValueError("the ICL observation has no context_row: observe attention to the demonstrations")
     return _weights(icl.context_row[..., training.context_position])
@@ -151,50 +151,50 @@ def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
     return total.index_add_(-1, training.demonstration, weights.double())
 
 
-@metric("recall_tokens", settings=(), needs=("attention",))
+@metric("recall_tokens", conditions=(), needs=("attention",))
 def recall_tokens(attention: TrainingAttention) -> Tensor:
     """|top k tokens of ICL & top k tokens of FT| / k"""
     return top_k_recall(attention.icl_tokens, attention.ft_tokens, attention.top_tokens)
 
 
-@metric("recall_examples", settings=(), needs=("attention",))
+@metric("recall_examples", conditions=(), needs=("attention",))
 def recall_examples(attention: TrainingAttention) -> Tensor:
     """|top k demonstrations of ICL & top k demonstrations of FT| / k"""
     return top_k_recall(attention.icl_examples, attention.ft_examples, attention.top_examples)
 
 
-@metric("kendall_tokens", settings=(), needs=("attention",))
+@metric("kendall_tokens", conditions=(), needs=("attention",))
 def kendall_tokens(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL token weights, FT token weights)"""
     return kendall(attention.icl_tokens, attention.ft_tokens)
 
 
-@metric("kendall_examples", settings=(), needs=("attention",))
+@metric("kendall_examples", conditions=(), needs=("attention",))
 def kendall_examples(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL demonstration weights, FT demonstration weights)"""
     return kendall(attention.icl_examples, attention.ft_examples)
 
 
-@metric("recall_tokens_random", settings=(), needs=("attention",))
+@metric("recall_tokens_random", conditions=(), needs=("attention",))
 def recall_tokens_random(attention: TrainingAttention) -> Tensor:
     """Share of k tokens drawn with replacement that lie in the top k of ICL; expectation k / T."""
     return _random_recall(attention.icl_tokens, attention.top_tokens, attention.example, "recall tokens")
 
 
-@metric("recall_examples_random", settings=(), needs=("attention",))
+@metric("recall_examples_random", conditions=(), needs=("attention",))
 def recall_examples_random(attention: TrainingAttention) -> Tensor:
     """Share of k demonstrations drawn with replacement that lie in the top k of ICL; expectation k / D."""
     return _random_recall(attention.icl_examples, attention.top_examples, attention.example, "recall examples")
 
 
-@metric("kendall_tokens_random", settings=(), needs=("attention",))
+@metric("kendall_tokens_random", conditions=(), needs=("attention",))
 def kendall_tokens_random(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL token weights, uniform random weights); expectation 0."""
     weights = attention.icl_tokens
     return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), "kendall tokens"))
 
 
-@metric("kendall_examples_random", settings=(), needs=("attention",))
+@metric("kendall_examples_random", conditions=(), needs=("attention",))
 def kendall_examples_random(attention: TrainingAttention) -> Similarity:
     """tau-b(ICL demonstration weights, uniform random weights); expectation 0."""
     weights = attention.icl_examples
@@ -202,7 +202,8 @@ def kendall_examples_random(attention: TrainingAttention) -> Similarity:
 
 
 def _weights(scores: Tensor) -> Tensor:
-    return scores.double().softmax(-1).float()
+    """In float64, as the authors have it: in float32 most weights underflow, and what underflows is tied."""
+    return scores.double().softmax(-1)
 
 
 def _random_recall(weights: Tensor, k: int, example: Tensor, stream: str) -> Tensor:
@@ -219,8 +220,10 @@ def top_k_recall(reference: Tensor, other: Tensor, k: int) -> Tensor:
 
 def top_k(weights: Tensor, k: int) -> Tensor:
     """Whether each weight is among the k largest of its row; of equal weights the first wins. (..., T) -> (..., T)"""
-    largest = weights.argsort(dim=-1, descending=True, stable=True)[..., :k]
-    return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, largest, True)
+    smallest = weights.topk(k, dim=-1).values[..., -1:]
+    larger, equal = weights > smallest, weights == smallest
+    free = k - larger.sum(-1, keepdim=True)
+    return larger | (equal & (equal.cumsum(-1) <= free))
 
 
 def kendall(a: Tensor, b: Tensor) -> Similarity:
@@ -229,45 +232,60 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     (..., T), (..., T) -> (...). Defined as 0, and counted, where all of a or all of b is tied.
 
     Sorted by a, and by b where a is tied, the discordant pairs are the inversions of b (Knight 1966); all other
-    numbers follow from counting ties.
+    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's.
     """
     shape, size = a.shape[:-1], a.shape[-1]
-    rank_a, rank_b = dense_rank(a.reshape(-1, size)), dense_rank(b.reshape(-1, size))  # (rows, T)
-    by_a_then_b = rank_a * size + rank_b
-    discordant = _inversions(rank_b.gather(-1, by_a_then_b.argsort(dim=-1)))  # (rows,)
+    (rank_a, tied_a), (rank_b, tied_b) = (_ranked(part.reshape(-1, size).cpu().numpy()) for part in (a, b))
+    bits = size.bit_length()
+    both = (rank_a << bits) | rank_b  # sorting it sorts by a, then by b
+    both.sort(axis=-1)
+    discordant = torch.from_numpy(_inversions(both & (2**bits - 1))).double()
     pairs = size * (size - 1) / 2
-    untied_a, untied_b = pairs - _tied_pairs(rank_a), pairs - _tied_pairs(rank_b)
-    comparable = untied_a + untied_b - pairs + _tied_pairs(dense_rank(by_a_then_b))  # tied in neither
+    untied_a, untied_b = pairs - tied_a, pairs - tied_b
+    comparable = untied_a + untied_b - pairs + _tied_pairs(both)  # tied in neither
     norm = torch.sqrt(untied_a * untied_b)
     all_tied = norm == 0
     value = (comparable - 2 * discordant) / torch.where(all_tied, 1.0, norm)
     return Similarity(value.reshape(shape), all_tied.long().reshape(shape))
 
 
-def dense_rank(values: Tensor) -> Tensor:
-    """0 for the smallest value of a row, equal for equal values, without gaps. (rows, T) -> (rows, T) int64"""
-    ordered, order = values.sort(dim=-1)
-    steps = torch.zeros_like(order)
-    steps[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    return torch.empty_like(order).scatter_(-1, order, steps.cumsum(-1))
+def _ranked(values: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """Ranks (rows, T), equal for equal values and without gaps, and how many pairs are tied, (rows,)"""
+    order = values.argsort(axis=-1)
+    ordered = np.take_along_axis(values, order, -1)
+    steps = np.zeros(values.shape, dtype=np.int32 if values.shape[-1] < 2**15 else np.int64)
+    np.cumsum(ordered[:, 1:] != ordered[:, :-1], axis=-1, out=steps[:, 1:])
+    rank = np.empty_like(steps)
+    np.put_along_axis(rank, order, steps, -1)
+    return rank, _tied_pairs(ordered)
 
 
-def _tied_pairs(rank: Tensor) -> Tensor:
-    """Number of pairs of equal rank: (rows, T) -> (rows,)"""
-    sizes = torch.zeros_like(rank).scatter_add_(-1, rank, torch.ones_like(rank))
-    return (sizes * (sizes - 1)).sum(-1).double() / 2
+def _tied_pairs(ordered: np.ndarray) -> Tensor:
+    """Number of pairs of equal values in sorted rows: (rows, T) -> (rows,)"""
+    place = np.arange(ordered.shape[-1])
+    begins = np.ones(ordered.shape, dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=-1)  # where the value's equals begin
+    return torch.from_numpy((place - first).sum(-1)).double()
 
 
-def _inversions(sequence: Tensor) -> Tensor:
-    """Number of pairs i < j with sequence[i] > sequence[j]: (rows, T) -> (rows,)
+def _inversions(numbers: np.ndarray) -> np.ndarray:
+    """Number of pairs i < j with numbers[i] > numbers[j]: (rows, T) -> (rows,)
 
-    All pairs are compared in small integers, in numpy, whose broadcast comparison is ten times faster than torch's.
+    Pairs within blocks are compared one by one; then sorted blocks are merged two by two: what is larger on the left
+    than a number on the right is found by bisection.
     """
-    numbers = sequence.cpu().numpy().astype(np.int16 if sequence.shape[-1] < 2**15 else np.int32)
-    size = numbers.shape[-1]
-    later = np.triu(np.ones((size, size), dtype=bool), 1)
-    counts = []
-    for part in np.array_split(numbers, 1 + numbers.size * size // PAIRS_AT_ONCE):
-        inverted = (part[:, :, None] > part[:, None, :]) & later  # (rows, T, T)
-        counts.append(np.einsum("rij->r", inverted.view(np.int8), dtype=np.int32))  # quicker than count_nonzero
-    return torch.from_numpy(np.concatenate(counts)).double()
+    rows, size = numbers.shape
+    width, whole = BLOCK, max(BLOCK, 1 << (size - 1).bit_length())
+    filled = np.full((rows, whole), np.iinfo(numbers.dtype).max, dtype=numbers.dtype)
+    filled[:, :size] = numbers
+    blocks = filled.reshape(rows, -1, width)
+    inverted = (blocks[..., :, None] > blocks[..., None, :]) & np.triu(np.ones((width, width), dtype=bool), 1)
+    counts = np.einsum("rbij->r", inverted.view(np.int8), dtype=np.int64)
+    while width < whole:
+        ordered = np.sort(filled.reshape(-1, width), axis=-1).reshape(-1, 2, width)
+        left, right = (torch.from_numpy(np.ascontiguousarray(ordered[:, side])) for side in (0, 1))
+        larger = width - torch.searchsorted(left, right, right=True, out_int32=True).numpy()
+        counts += larger.reshape(rows, -1).sum(-1)
+        filled, width = ordered, 2 * width
+    return counts

@@ -1,6 +1,9 @@
-"""Cosines that are defined everywhere, and random vectors addressed by example.
+"""Cosines, of updates only where there is one, and random vectors addressed by example.
 
-The cosine with a zero vector is 0, and such cases can be counted. Random numbers are the same however the examples are
+The cosine with a zero vector is 0, and such cases can be counted; that of an update which is not above the rounding of
+the states it is the difference of is not a number, and counted likewise.
+
+Random numbers are the same however the examples are
 batched, ordered or spread over processes: each is a hash (splitmix64) of a stream name, the example's position in the
 validation set and the component, so baselines need no generator state and a repeated run writes the same bytes.
 
@@ -10,7 +13,9 @@ depend on other rows, but on the row's width; where that is the longest example'
 
 import math
 import zlib
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +25,16 @@ from fairseq_icl.metrics import Similarity
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+UNITS = 256
+"""Units in the last place of fp32 below which a change is rounding. Rotary scores should not change at all when a query
+moves behind 800 tokens, and change by up to 60 units: the positions' angles are rounded."""
+CELLS = 2**16
+FAR = 2.6
+"""The normal quantile is taken as straight in each of so many cells of [0, 1], which is right to 1e-6 up to here; for
+one number in a hundred, beyond, it is computed."""
+CACHED = 2**16
+"""Numbers of one tensor that metrics take at a time: what fits into a processor's cache."""
 STRETCH = 1024
 """Numbers whose squares are added up together in fp32."""
 
@@ -30,6 +45,32 @@ def sum_of_padded(values: Tensor) -> Tensor:
     `sum` adds in an order that depends on the width. (..., d) -> (...)
     """
     return values.cumsum(-1)[..., -1]
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """a.b along the last dimension: (..., d), (..., d) -> (...)"""
+    return (a * b).sum(-1)
+
+
+def in_parts(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What `function` makes of tensors (n, ...), a few examples at a time, joined; a GPU takes all at once."""
+    numbers = max(1, tensors[0][:1].numel())
+    some = len(tensors[0]) if tensors[0].is_cuda else max(1, CACHED // numbers)
+    parts = [function(*given) for given in zip(*(tensor.split(some) for tensor in tensors), strict=True)]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its last result kept: metrics that follow each other ask it about the same observations."""
+    last: list[Any] = []
+
+    @wraps(function)
+    def call(*given: Any) -> Any:
+        if not last or len(last[0]) != len(given) or any(a is not b for a, b in zip(last[0], given, strict=True)):
+            last[:] = [given, function(*given)]
+        return last[1]
+
+    return call
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -46,6 +87,17 @@ def l2_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(parts))
 
 
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """|value - reference| / |reference| over all entries (Euclidean norm); the plain |value| if the reference is zero.
+
+    Args:
+        value: what the statement claims, any shape.
+        reference: what was computed directly, same shape.
+    """
+    scale, distance = l2_norm(reference), l2_norm(value - reference)
+    return float(distance / scale) if scale > 0 else float(distance)
+
+
 def log_shares(scores: Tensor) -> Tensor:
     """log softmax over the options, -inf where an example has fewer; free of how many others have. (..., C) float64"""
     scores = scores.double()
@@ -53,24 +105,38 @@ def log_shares(scores: Tensor) -> Tensor:
     return above - sum_of_padded(above.exp()).log()[..., None]
 
 
-def cosine(a: Tensor, b: Tensor, *, padded: bool = False) -> Similarity:
+def cosine(a: Tensor, b: Tensor) -> Similarity:
     """a.b / (|a| |b|) along the last dimension; 0 where a or b is the zero vector.
 
     Works in float64: an update is a small difference of large vectors, and its square must not underflow.
     Both papers' code gives 0 for a zero vector too, by a floor under the product of the norms.
-    `padded`: vectors of several lengths, filled up with zeros.
     """
     a, b = a.double(), b.double()  # (..., d)
-    if padded:
-        product = sum_of_padded(a * b)
-        lengths = (sum_of_padded(a * a).sqrt(), sum_of_padded(b * b).sqrt())  # (...) each
-    else:
-        product = (a * b).sum(-1)
-        lengths = (torch.linalg.vector_norm(a, dim=-1), torch.linalg.vector_norm(b, dim=-1))
+    return cosine_of(dot(a, b), dot(a, a), dot(b, b))
+
+
+def cosine_of(product: Tensor, a: Tensor, b: Tensor) -> Similarity:
+    """The same, from the products a.b, a.a and b.b. (...) each, float64"""
+    lengths = (a.sqrt(), b.sqrt())
     norms = lengths[0] * lengths[1]
     zero = norms == 0
     value = product / torch.where(zero, 1.0, norms)
     return Similarity(value.clamp(-1, 1), zero.long(), lengths)
+
+
+def where_defined(similarity: Similarity, noise: Tensor) -> Similarity:
+    """The cosine of two updates, but NaN, and counted, where `noise` (...) says so or one of them is 0."""
+    assert similarity.lengths is not None
+    undefined = noise | (similarity.zero_updates > 0)
+    value, *lengths = (part.masked_fill(undefined, torch.nan) for part in (similarity.value, *similarity.lengths))
+    return Similarity(value, undefined.long(), (lengths[0], lengths[1]))
+
+
+def rounding_of(*observations: object) -> float:
+    """The change of a vector, in units of its length, that may be rounding in the lowest of their precisions."""
+    found = {getattr(seen, "precision", "fp32") for seen in observations}
+    lowest = next((kind for name, kind in PRECISIONS.items() if name in found), None)
+    return UNITS * torch.finfo(torch.float32).eps + (0.0 if lowest is None else 2 * torch.finfo(lowest).eps)
 
 
 def unit(vector: Tensor) -> Tensor:
@@ -81,40 +147,68 @@ def unit(vector: Tensor) -> Tensor:
 
 
 def mean_over_heads(similarity: Similarity) -> Similarity:
-    """(n, layers, heads) -> (n, layers): cosines averaged, zero updates added, lengths those of all heads together."""
+    """(n, layers, heads) -> (n, layers): cosines averaged over the heads that have one, lengths theirs together."""
+    undefined = similarity.value.isnan()
     lengths = similarity.lengths
     if lengths is not None:
-        lengths = (torch.linalg.vector_norm(lengths[0], dim=-1), torch.linalg.vector_norm(lengths[1], dim=-1))
-    return Similarity(similarity.value.mean(-1), similarity.zero_updates.sum(-1), lengths)
+        known = [torch.linalg.vector_norm(length.masked_fill(undefined, 0.0), dim=-1) for length in lengths]
+        lengths = (
+            known[0].masked_fill(undefined.all(-1), torch.nan),
+            known[1].masked_fill(undefined.all(-1), torch.nan),
+        )
+    # Not nanmean, whose sum has another order of additions.
+    value = torch.where(undefined.any(-1), similarity.value.nanmean(-1), similarity.value.mean(-1))
+    return Similarity(value, similarity.zero_updates.sum(-1), lengths)
 
 
 def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
-    """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64. Not to be written into."""
-    return _uniform(tuple(example.tolist()), shape, stream)
+    """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64."""
+    return torch.from_numpy(_shares(_bits(tuple(example.tolist()), shape, stream))).to(example.device)
 
 
 def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
-    """Independent standard normal numbers: (n,) example positions -> (n, *shape) float64. Not to be written into."""
-    return _gaussian(tuple(example.tolist()), shape, stream)
+    """Independent standard normal numbers: (n,) example positions -> (n, *shape) float32, quantiles of uniform ones."""
+    bits = _bits(tuple(example.tolist()), shape, stream).reshape(-1)
+    cell = (bits >> np.uint64(48)).view(np.int64)
+    within = ((bits >> np.uint64(16)).astype(np.uint32) >> np.uint32(1)).view(np.int32).astype(np.float32)  # 31 bits
+    starts, slopes = _quantile_cells()
+    numbers = slopes.take(cell)
+    numbers *= within
+    numbers += starts.take(cell)
+    tails = np.flatnonzero(np.abs(numbers) > FAR)
+    shares = torch.from_numpy(_shares(bits[tails])).clamp_min(2.0**-54)  # at 0 the quantile is -inf
+    numbers[tails] = torch.special.ndtri(shares).numpy()
+    return torch.from_numpy(numbers.reshape(len(example), *shape)).to(example.device)
 
 
-@lru_cache(maxsize=2)  # the metrics with and without normalising follow each other and use the same draws
-def _uniform(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> Tensor:
+@lru_cache(maxsize=1)
+def _quantile_cells() -> tuple[np.ndarray, np.ndarray]:
+    """The quantile where each cell begins, and what it grows by in every part in 2^31 of it: (CELLS,) float32 each"""
+    ends = torch.special.ndtri(torch.arange(CELLS + 1, dtype=torch.float64) / CELLS).clamp(-9, 9).numpy()
+    return ends[:-1].astype(np.float32), (np.diff(ends) / 2**31).astype(np.float32)
+
+
+@lru_cache(maxsize=2)  # the metrics of uniform and of normal updates follow each other and use the same draws
+def _bits(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> np.ndarray:
+    """(n, *shape) uint64; not to be written into"""
     first = np.array(example, dtype=np.uint64) + (np.uint64(zlib.crc32(stream.encode())) << np.uint64(32))
-    counter = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * GOLDEN_GAMMA  # (size,)
-    bits = _mix(_mix(first)[:, None] + counter)  # (n, size)
-    numbers = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return torch.from_numpy(numbers.reshape(len(example), *shape))
+    return _mix(_mix(first)[:, None] + _counter(math.prod(shape))).reshape(len(example), *shape)
 
 
-@lru_cache(maxsize=2)
-def _gaussian(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> Tensor:
-    """The inverse of the normal distribution function at uniform numbers, kept off 0 where it is -inf."""
-    return torch.special.ndtri(_uniform.__wrapped__(example, shape, stream).clamp_min(2.0**-54))
+@lru_cache(maxsize=4)
+def _counter(size: int) -> np.ndarray:
+    return np.arange(1, size + 1, dtype=np.uint64) * GOLDEN_GAMMA
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
     """The output function of splitmix64 on an array of uint64."""
-    state = (state ^ (state >> np.uint64(30))) * MULTIPLIERS[0]
-    state = (state ^ (state >> np.uint64(27))) * MULTIPLIERS[1]
-    return state ^ (state >> np.uint64(31))
+    state = state ^ (state >> np.uint64(30))
+    for multiplier, shift in zip(MULTIPLIERS, (27, 31), strict=True):
+        state *= multiplier
+        state ^= state >> np.uint64(shift)
+    return state
+
+
+def _shares(bits: np.ndarray) -> np.ndarray:
+    """The first 53 of 64 bits as a number in [0, 1)."""
+    return (bits >> np.uint64(11)).view(np.int64).astype(np.float64) * 2.0**-53

@@ -4,7 +4,7 @@ Linear attention of one head, without softmax, on inputs X (tokens x width) with
 
     sum_t v_t (k_t . q) = (V^T K) q        V^T K is a (head_dim x head_dim) matrix acting on the query vector q
 
-so a head *is* this matrix as far as q is concerned. Seen so, the settings differ as (first paper, section 3)
+so a head *is* this matrix as far as q is concerned. Seen so, the conditions differ as (first paper, section 3)
 
     W_zsl   = V^T K                        over the tokens of the query, base weights
     dW_icl  = V'^T K'                      added by the tokens X' of the demonstrations, base weights
@@ -31,7 +31,7 @@ class WeightUpdates:
     ft: Tensor  # (n, L, H, D, D)
 
 
-@metric("sim_weights", settings=(), needs=("weights",))
+@metric("sim_weights", conditions=(), needs=("weights",), unit="cosine")
 def sim_weights(weights: WeightUpdates) -> Similarity:
     """cos(dW_icl, dW_ft) per head, averaged over heads: (n, L)"""
     icl, ft = weights.icl.flatten(-2), weights.ft.flatten(-2)  # (L, H, D*D), (n, L, H, D*D)

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
+from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.models.files import ModelFiles, find_files
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts import Writing
 from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
+
+SPREAD = "auto"
+"""The device that stands for all GPUs of a machine together."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,14 @@ class Model:
     """Recorded in fine-tuning: row of the train file -> scaled query vectors (layers, tokens, width), BOS included."""
     gradients: pd.DataFrame | None = None
     """Recorded in fine-tuning: gradient norms by step, layer and parameter (training/gradient_record.py)."""
+    skipped_updates: int = 0
+    """Steps that fine-tuning did not take, because their gradients overflowed in fp16."""
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self.lm.decoder.layers)} layers", self.init, self.precision]
+        parts += [f"attention {self.attention}"] * (self.attention != "softmax")
+        parts += [f"fine-tuned by {self.method}"] * (self.method != "none")
+        return f"Model({self.name}: {', '.join(parts)})"
 
     @property
     def name(self) -> str:
@@ -59,7 +70,7 @@ class Model:
 
     def under(self, weights: Mapping[str, Tensor] | None, method: str = "none") -> "Model":
         """The same model under other weights."""
-        return replace(self, weights=weights, method=method, training_queries=None, gradients=None)
+        return replace(self, weights=weights, method=method, training_queries=None, gradients=None, skipped_updates=0)
 
 
 def load_model(
@@ -79,7 +90,7 @@ def load_model(
 
     **Arguments**
     - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
-      safetensors), or "demo" for the shipped one.
+      safetensors), "demo" for the shipped one, or "hub:OWNER/NAME", which is fetched.
     - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
       weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
     - `attention`: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
@@ -88,18 +99,24 @@ def load_model(
     - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
       text at white space. A Hugging Face folder brings its own.
     - `tokenizer`: folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
-    - `device`: e.g. "cuda"; by default a GPU if there is one.
+    - `device`: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. "auto" spreads a Hugging
+      Face folder over all GPUs (accelerate).
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
     settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)
-    return load_from(files, settings, device)
+    return load_from(files, settings, device or str(choose_device()))
 
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    lm = PretrainedLM.load(files.source, files.load_dictionary(), settings)
-    return Model(lm.to(device).eval(), files, *facts_of(settings))
+    with within_memory("loading the model"):
+        if device == SPREAD:
+            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings, device_map=SPREAD)
+        else:
+            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(
+                choose_device(device or settings.device)
+            )
+    return Model(lm.eval(), files, *facts_of(settings))
 
 
 def facts_of(settings: Settings) -> tuple[str, int, str, str]:

@@ -11,7 +11,7 @@ fairseq's `transformer_lm` with this choice, the one it is trained with. Shapes:
 width of a head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,27 +58,91 @@ class Rule:
     """How a head makes its output of queries, keys and values."""
 
     linear: bool = False
-    """Without softmax; the queries are then unscaled, for which `set_rule` sees to."""
+    """Without softmax (and without `cap` and sinks, which are parts of it); the queries are then unscaled."""
     momentum: float = 0.0
     """eta; 0: none."""
+    window: int | None = None
+    """A token sees so many tokens, itself included; None: all before it."""
+    cap: float | None = None
+    """Scores s become cap * tanh(s / cap) before softmax; None: they stay."""
 
     @property
     def is_ordinary(self) -> bool:
         """Whether this is softmax attention and nothing else."""
-        return not self.linear and self.momentum == 0
+        return self == ORDINARY
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
+    ) -> Tensor:
         """Every token to itself and its past: (B, H, T, D) each -> (B, H, T, D).
 
-        `dropout` is that of softmax's weights; linear attention has none.
+        `sinks` (H,) are scores of a key without a value, `dropout` is that of softmax's weights; linear attention has
+        neither.
         """
+        window = self.window if self.window is not None and self.window < query.size(2) else None
         if self.linear:
-            attended = (query @ key.transpose(2, 3)).tril() @ value
+            scores = (query @ key.transpose(2, 3)).tril()
+            attended = (scores if window is None else scores.triu(1 - window)) @ value
+        elif self.cap is None and sinks is None:
+            mask = None if window is None else band(query.size(2), window, query.device)
+            attended = F.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p=dropout, is_causal=mask is None, scale=1.0
+            )
         else:
-            attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=1.0)
+            attended, total = attention_by_formula(query, key, value, causal=True, rule=self)
+            attended = with_sinks(attended, total, sinks)
         return attended + decayed_sum(value, self.momentum)[0] if self.momentum else attended
 
 
+def band(length: int, window: int, device: torch.device | None = None) -> Tensor:
+    """(T, T): whether a token sees another one, of the last `window` with itself."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def with_sinks(attended: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention (..., H, T, D) whose softmax has sinks (H,) beside the scores of which `total` is the logsumexp."""
+    return attended if sinks is None else attended * torch.sigmoid(total - sinks[:, None]).to(attended)[..., None]
+
+
+def softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, rule: "Rule", mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of (B, H, T, D) to (B, H, K, D), and logsumexp of its scores, (B, H, T); `mask` (T, K) is added.
+
+    By PyTorch's fused kernels, which have this logarithm; their public function keeps it to itself. Where
+    gradients are wanted, or scores are capped, by the formula.
+    """
+    learns = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    plain = mask is None and rule.cap is None and rule.window is None
+    if query.is_cuda and plain and not learns and query.size(3) % 8 == 0 and query.size(1) == key.size(1):
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        attended, total = efficient(query, key, value, None, True, 0.0, causal, scale=1.0)[:2]
+        return attended, total[..., : query.size(2)]  # which the kernel fills up to a multiple of 32
+    if learns or query.device.type != "cpu" or rule.cap is not None:
+        return attention_by_formula(query, key, value, causal=causal, rule=rule, mask=mask)
+    if causal and rule.window is not None and rule.window < query.size(2):
+        causal, mask = False, torch.where(band(query.size(2), rule.window), 0.0, HIDDEN).to(query)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attended, total = fused(query, key, value, 0.0, causal, attn_mask=mask, scale=1.0)
+    return attended, total
+
+
+def attention_by_formula(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, rule: "Rule", mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same with all scores in memory, summed in fp32 or better."""
+    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))  # (B, H, T, K)
+    scores = scores if rule.cap is None else torch.tanh(scores / rule.cap) * rule.cap
+    scores = scores if mask is None else scores + mask
+    if causal:
+        length = query.size(2)
+        scores = scores.masked_fill(~band(length, rule.window or length, scores.device), -torch.inf)
+    total = scores.logsumexp(dim=3)
+    return (scores - total[..., None]).exp().to(value) @ value, total
+
+
+HIDDEN = -1e30
+"""Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 ORDINARY = Rule()
 
 
@@ -88,23 +152,47 @@ def rule_of(module: Any) -> Rule:
     return rule
 
 
-def projected(module: Any, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class Seam:
+    """Where an attention module hands over its queries, keys and values, (B, H, T, D) each, queries scaled.
+
+    While a pass runs, others may look at them there, or attend in the module's stead. Every kind of attention has one;
+    fairseq's own, which is one fused operation, while somebody asks for it (`observing.probe.listening`).
+    """
+
+    def __init__(self) -> None:
+        self.look: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        self.stand_in: StandIn | None = None
+
+    def attend(
+        self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """What the heads put out, (B, H, T, D)."""
+        if self.look is not None:
+            self.look(query, key, value)
+        if self.stand_in is not None:
+            return self.stand_in(rule, query, key, value, sinks)
+        return rule.attend(query, key, value, sinks, dropout)
+
+
+StandIn = Callable[[Rule, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Rule, queries, keys, values and sinks -> what the heads put out."""
+
+
+def projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (scaled), keys and values of fairseq's attention, (B, H, T, D) each, for what it receives, x (T, B, d).
 
-    Where x starts plays no part in it. They are views of (T, B, H, D): the products read x as it lies in memory, and
-    nothing is copied.
+    They are views of (T, B, H, D): the products read x as it lies in memory, and nothing is copied.
     """
     heads = (module.num_heads, module.head_dim)
-    query, key, value = module.q_proj(x) * module.scaling, module.k_proj(x), module.v_proj(x)
-    query, key, value = (part.unflatten(2, heads).permute(1, 2, 0, 3) for part in (query, key, value))
+    query = module.q_proj(x) if rule_of(module).linear else module.q_proj(x) * module.scaling
+    query, key, value = (
+        part.unflatten(2, heads).permute(1, 2, 0, 3) for part in (query, module.k_proj(x), module.v_proj(x))
+    )
     return query, key, value
 
 
 class RuledAttention(nn.Module):
-    """fairseq's causal self-attention under another rule, with its parameters and their names.
-
-    It answers the instrument's one question itself (`queries_keys_values`), as any other family's attention does.
-    """
+    """fairseq's causal self-attention under another rule, with its parameters and their names."""
 
     self_attention = True
 
@@ -112,16 +200,12 @@ class RuledAttention(nn.Module):
         super().__init__()
         if not plain.self_attention or plain.bias_k is not None or plain.add_zero_attn or plain.use_xformers:
             raise UserError("attention: the model's self-attention has extras (biases, xformers) beside softmax")
-        self.rule = rule
+        self.rule, self.seam = rule, Seam()
         self.num_heads, self.head_dim = plain.num_heads, plain.head_dim
         self.scaling: float = plain.scaling
         self.dropout: float = plain.dropout_module.p
         self.k_proj, self.v_proj, self.q_proj = plain.k_proj, plain.v_proj, plain.q_proj
         self.out_proj = plain.out_proj
-
-    def queries_keys_values(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (scaled), keys and values of x (T, B, d): (B, H, T, D) each; `start`, the position, plays no part."""
-        return projected(self, x, start)
 
     def forward(
         self,
@@ -139,9 +223,10 @@ class RuledAttention(nn.Module):
         """
         if incremental_state is not None:
             raise UserError("linear and momentum attention keep no incremental state: fairseq-generate cannot use them")
-        if key_padding_mask is not None and bool(key_padding_mask[:, 0].any()):
+        if self.seam.stand_in is None and key_padding_mask is not None and bool(key_padding_mask[:, 0].any()):
             raise UserError("linear and momentum attention want sequences filled up on the right, not on the left")
-        attended = self.rule.attend(*self.queries_keys_values(query, 0), self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        attended = self.seam.attend(self.rule, *projected(self, query), dropout=dropout)
         return self.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None
 
     def _get_input_buffer(self, incremental_state: Any) -> dict[str, Tensor]:
@@ -158,20 +243,38 @@ def set_rule(decoder: Any, rule: Rule) -> None:
             layer.self_attn = RuledAttention(layer.self_attn, rule)
         else:
             layer.self_attn.rule = rule
-        if rule.linear:
-            layer.self_attn.scaling = 1.0
 
 
 @contextmanager
 def relaxed(decoder: Any) -> Iterator[None]:
     """While open, the decoder's attention is linear; whatever else its rule says stays."""
-    before = [(layer, layer.self_attn, rule_of(layer.self_attn), layer.self_attn.scaling) for layer in decoder.layers]
+    before = [(layer, layer.self_attn, rule_of(layer.self_attn)) for layer in decoder.layers]
     set_rule(decoder, replace(before[0][2], linear=True))
     try:
         yield
     finally:
-        for layer, module, rule, scaling in before:
+        for layer, module, rule in before:
             layer.self_attn = module
-            module.scaling = scaling
             if not isinstance(module, MultiheadAttention):
                 module.rule = rule
+
+
+@contextmanager
+def replaced_forward(
+    replacements: Mapping[nn.Module, Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Iterator[None]:
+    """While open, each module's forward method is what its function makes of it.
+
+    What a library put in the place of the method before (activation checkpointing, accelerate) is what the function
+    is given, and comes back in the end.
+    """
+    own = {module: module.__dict__.get("forward") for module in replacements}
+    for module, make in replacements.items():
+        module.forward = make(module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward

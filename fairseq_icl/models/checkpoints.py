@@ -11,7 +11,7 @@ import torch
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from fairseq_icl.compat import checkpoint_classes_allowed
+from fairseq_icl.compat.models import checkpoint_classes_allowed
 from fairseq_icl.errors import UserError
 
 POSITIONS = ("max_target_positions", "tokens_per_sample")

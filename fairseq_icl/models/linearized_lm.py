@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fairseq_icl.compat import replaced_linear
+from fairseq_icl.compat.models import replaced_linear
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import (
     LINEARIZED_MARK,
@@ -233,6 +233,7 @@ def _add(value: Any, tangent: Tensor | None) -> Any:
     """value + tangent; an error where only the tangent is not finite."""
     if tangent is None:
         return value
+    tangent = tangent.to(value.dtype)
     if not bool(torch.isfinite(tangent).all()) and bool((torch.isfinite(value) & ~torch.isfinite(tangent)).any()):
         remedy = "use precision=bf16 or fp32" if tangent.dtype == torch.float16 else "lower --lr"
         raise UserError(f"--linearize: the first-order term is not finite in {tangent.dtype}; {remedy}")
@@ -244,11 +245,12 @@ def dual_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
     Where only one of x and W has a tangent, torch's forward differentiation fills the other one up with zeros and
     multiplies by them. Most weights of a linearized model are frozen, so a third of its tangent pass would be that.
+    On CUDA the layer norm of half numbers keeps its statistics in fp32, and so are the tangents that come out of it.
     """
     (x, dx), (w, dw) = forward_ad.unpack_dual(input), forward_ad.unpack_dual(weight)
     b, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
     value = _linear(x, w, b)
-    terms = [_linear(dx, w)] if dx is not None else []
+    terms = [_linear(dx.to(x.dtype), w)] if dx is not None else []
     if dw is not None:
         terms.append(_linear(x, dw, db))
     elif db is not None:

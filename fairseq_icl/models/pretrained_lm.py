@@ -14,13 +14,13 @@ from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor, nn
 
-from fairseq_icl.compat import without_initialisation
+from fairseq_icl.compat.models import without_initialisation
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.attention import Rule, rule_of, set_rule
 from fairseq_icl.models.attention_lm import trained_rule
 from fairseq_icl.models.checkpoints import is_mapped, language_model_config, read_checkpoint, saved_model_options
-from fairseq_icl.models.hugging_face import HFModel
-from fairseq_icl.models.hugging_face import weights as folder_weights
+from fairseq_icl.models.hugging_face import HFModel, xglm
+from fairseq_icl.models.hugging_face.weights import check_files
 from fairseq_icl.models.perturbation import perturb
 from fairseq_icl.settings import Settings
 
@@ -79,10 +79,16 @@ class PretrainedLM(FairseqLanguageModel):
         return cls.load(task.files.source, task.source_dictionary, task.settings)
 
     @classmethod
-    def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
+    def load(cls, source: Any, dictionary: Dictionary, settings: Settings, device_map: Any = None) -> "PretrainedLM":
         """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
         decoder = load_decoder(
-            source, dictionary, init=settings.init, final_norm=settings.final_norm, seed=settings.seed
+            source,
+            dictionary,
+            init=settings.init,
+            final_norm=settings.final_norm,
+            seed=settings.seed,
+            dtype=DTYPES[settings.precision],
+            device_map=device_map,
         )
         round_to(decoder, settings.precision)
         perturb(decoder, settings.perturbation)  # after rounding, which would undo it
@@ -98,7 +104,7 @@ class PretrainedLM(FairseqLanguageModel):
     def evaluate(self, function: Callable[[], Result], weights: Mapping[str, Tensor] | None = None) -> Result:
         """What `function`, which runs the decoder, computes; with `weights`, under those in place of its own.
 
-        The linearized model overrides this: it is the one door through which everything is observed.
+        The linearized model overrides this: whatever is observed is computed through it.
         """
         return function() if weights is None else call_with_weights(self, weights, function)
 
@@ -116,11 +122,14 @@ class PretrainedLM(FairseqLanguageModel):
     def freeze_all_but(self, parts: str, *, biases: bool) -> None:
         """Only parameters whose name contains one of the comma-separated `parts` learn; their biases on request."""
         wanted = [part.strip() for part in parts.split(",") if part.strip()]
+        unknown = [part for part in wanted if not any(part in name for name, _ in self.named_parameters())]
+        if unknown:
+            raise UserError(f"train_parameters={parts}: no parameter of the model has {unknown[0]} in its name")
         for name, parameter in self.named_parameters():
             is_bias = name.endswith(".bias")
             parameter.requires_grad_(any(part in name for part in wanted) and (biases or not is_bias))
         if not self.trained_names:
-            raise UserError(f"train_parameters={parts}: no parameter of the model has such a name")
+            raise UserError(f"train_parameters={parts}: no parameter of the model has such a name, biases aside")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """What was trained, and nothing else: the rest is in the base checkpoint, to which the task refers."""
@@ -165,6 +174,8 @@ def load_decoder(
     init: str = "pretrained",
     final_norm: str = "kept",
     seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device_map: Any = None,
 ) -> FairseqDecoder:
     """The decoder of a checkpoint or folder in fp32, whole (`init="pretrained"`) or as one of the papers' baselines.
 
@@ -172,10 +183,23 @@ def load_decoder(
     nothing ("untrained"), the layer norms of the layers ("layer-norms"), or those and the embeddings
     ("trained-embeddings"). `final_norm="lost"` removes the final layer norm of the last two, as the authors' code
     does by accident: it drops fairseq's version marker together with the weights. A model without that norm stays
-    as it is. Norms of queries and keys, which some rotary models have, are none of the layers' own.
+    as it is. Norms of queries and keys, which some families have, are none of the layers' own. What transformers runs
+    is initialised as transformers does it, and read in `dtype` at once.
     """
+    if device_map is not None and (not isinstance(path, HFModel) or path.is_fairseqs or init == "untrained"):
+        raise UserError("device=auto: spreads a Hugging Face folder that transformers runs; name a device instead")
     if isinstance(path, HFModel):
-        return _load_folder(path, dictionary, init, final_norm, seed)
+        if dictionary != path.dictionary:
+            raise UserError(
+                f"{path.folder}: the dictionary ({len(dictionary):,} symbols) is not the one of this folder "
+                f"({len(path.dictionary):,}); leave out --dict"
+            )
+        if path.is_fairseqs:
+            return _load_xglm(path, dictionary, init, final_norm, seed)
+        from fairseq_icl.models.transformers_lm import load_folder
+
+        check_files(path.weight_files())
+        return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype, device_map=device_map)
     state = read_checkpoint(path)
     config = language_model_config(state, path)
     weights = {name.removeprefix("decoder."): tensor for name, tensor in state["model"].items()}
@@ -206,20 +230,20 @@ def _build(config: TransformerLanguageModelConfig, dictionary: Dictionary, rule:
     return decoder
 
 
-def _load_folder(model: HFModel, dictionary: Dictionary, init: str, final_norm: str, seed: int) -> FairseqDecoder:
-    """`load_decoder` for a Hugging Face folder."""
+def _load_xglm(model: HFModel, dictionary: Dictionary, init: str, final_norm: str, seed: int) -> FairseqDecoder:
+    """`load_decoder` for XGLM and dense LMs in its form."""
     if init == "pretrained":
-        return folder_weights.load_decoder(model, dictionary)
+        return xglm.load_decoder(model, dictionary)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder = folder_weights.build_decoder(model, dictionary)
+        decoder = xglm.build_decoder(model, dictionary)
     if init != "untrained":
         parts = LAYER_NORMS + (EMBEDDINGS if init == "trained-embeddings" else ())
         if final_norm == "lost":
             decoder.layer_norm = None
         else:
             parts += (FINAL_NORM,)
-        folder_weights.load_weights(decoder, model, keep=lambda name: _module_name(name).startswith(parts))
+        xglm.load_weights(decoder, model, keep=lambda name: _module_name(name).startswith(parts))
     return decoder
 
 

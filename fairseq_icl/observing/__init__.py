@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.attention import rule_of
@@ -77,7 +78,7 @@ def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool =
 
 
 class Observer:
-    """Observes queries of one set of prompts in one setting; what they share, the stem, is computed once.
+    """Observes queries of one set of prompts in one condition; what they share, the stem, is computed once.
 
     Keep it only as long as the model's weights do not change.
     """
@@ -105,18 +106,21 @@ class Observer:
         self._shares = not whole_prompt
         self._given = prefix
         self._stem: Prefix | None = None
-        self._prior: Tensor | None = None
+        self._priors: dict[str, Tensor] | None = None
 
     @property
-    def label_prior(self) -> Tensor | None:
-        """(C,) log of each label's probability among the labels, on average over inputs without content.
+    def label_priors(self) -> dict[str, Tensor]:
+        """(C,) log of each label's probability among the labels, over inputs without content; none without classes.
 
-        None if the dataset has no classes.
+        Zhao et al.'s code takes the mean over the inputs first; then an input at which no label is likely counts less.
+        The other way, every input counts alike.
         """
-        if self._prior is None and self.prompts.content_free:
-            scores = self._observe(self.prompts.content_free).option_logprobs
-            self._prior = scores.double().softmax(dim=1).mean(dim=0).log().float()
-        return self._prior
+        if self._priors is None and self.prompts.content_free:
+            scores = self._observe(self.prompts.content_free).option_logprobs.double()
+            after = scores.softmax(dim=1).mean(dim=0).log()
+            first = scores.logsumexp(dim=0).log_softmax(dim=0)
+            self._priors = {"label_prior": first.float(), "label_prior_normalised": after.float()}
+        return self._priors or {}
 
     @property
     def opening(self) -> Tokens:
@@ -153,10 +157,12 @@ class Observer:
 
     def __call__(self, queries: Sequence[Query]) -> Observation:
         """What the model shows on one batch of queries."""
-        seen, prior = self._observe(queries), self.label_prior
-        return seen if prior is None else replace(seen, label_prior=prior.repeat(len(seen), 1))
+        seen = self._observe(queries)
+        priors: dict[str, Any] = {name: prior.repeat(len(seen), 1) for name, prior in self.label_priors.items()}
+        return replace(seen, **priors)
 
     @torch.no_grad()
+    @within_memory("observing")
     def _observe(self, queries: Sequence[Query]) -> Observation:
         """The same without the prior."""
         model, decoder = self.model, self.model.lm.decoder
@@ -170,7 +176,8 @@ class Observer:
         was_training = model.lm.training
         model.lm.eval()
         logits, record, context_scores, inner = model.evaluate(run)
-        log_probs = decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu()
+        # The vocabulary's numbers stay on the device; what is read off them goes to the host.
+        log_probs = decoder.get_normalized_probs((logits, None), log_probs=True).float()
         scores = layout.option_scores(log_probs)
         depth_scores = None if inner is None else scores_by_depth(model, layout, inner, scores)
         demonstration_logprob = self._demonstration_logprob(queries)
@@ -188,12 +195,13 @@ class Observer:
             query_vector=record.query.float().cpu(),
             context_row=None if context_scores is None else context_scores.float().cpu(),
             depth_scores=depth_scores,
-            top_tokens=top.indices,
-            top_logprobs=top.values,
+            top_tokens=top.indices.cpu(),
+            top_logprobs=top.values.cpu(),
             training_queries=model.training_queries,
             method=model.method,
             init=model.init,
             precision=model.precision,
+            skipped_updates=model.skipped_updates,
             demonstration_logprob=demonstration_logprob,
         )
 
@@ -208,10 +216,11 @@ class Observer:
 
         def run() -> Tensor:
             with positions_from(decoder, 0):
-                return decoder(tokens[:, :-1].to(next(decoder.parameters()).device))[0]
+                return decoder(given[:, :-1])[0]
 
-        log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True).float().cpu()
-        of_tokens = log_probs.gather(2, tokens[:, 1:, None])[..., 0]
+        given = tokens.to(next(decoder.parameters()).device)
+        log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)
+        of_tokens = log_probs.gather(2, given[:, 1:, None])[..., 0].float().cpu()
         return (of_tokens * scored).sum(1) / scored.sum(1)
 
 
@@ -232,10 +241,11 @@ def _whole_prompt(
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
     start = len(context)
-    rows = (layout.logit_sequence, layout.logit_position + start)
+    rows = (layout.logit_sequence.to(device), (layout.logit_position + start).to(device))
+    recorded = (layout.recorded_sequence.to(device), (layout.recorded_position + start).to(device))
 
     def run() -> Seen:
-        probe = AttentionProbe(decoder, layout.recorded_sequence, layout.recorded_position + start)
+        probe = AttentionProbe(decoder, *recorded)
         with (
             probe,
             positions_from(decoder, 0),
@@ -260,6 +270,10 @@ def _on_stem(
     rows = packed.row(layout.logit_sequence, layout.logit_position)
     recorded = packed.row(layout.recorded_sequence, layout.recorded_position)
     past = packed.past(layout.recorded_sequence, layout.recorded_position)
+    read = torch.cat([recorded, rows]).unique()
+    # Once for all layers: an index on the host would be copied, and waited for, wherever it is used.
+    device = next(decoder.parameters()).device
+    rows, recorded, past, read = (index.to(device) for index in (rows, recorded, past, read))
 
     def at(rows: Tensor) -> tuple[Tensor, Tensor]:  # in the pass every token is a sequence of its own
         return rows, torch.zeros_like(rows)
@@ -267,7 +281,7 @@ def _on_stem(
     def run() -> Seen:
         probe = AttentionProbe(decoder, *at(recorded), past=at(past))
         with probe, last_feed_forward_at(decoder, *at(rows)), states_at(decoder, *at(rows)) as states:
-            features = features_on_prefix(decoder, packed, stem, torch.cat([recorded, rows]).unique())
+            features = features_on_prefix(decoder, packed, stem, read)
         logits = decoder.output_layer(features[at(rows)])
         inner = inner_features(decoder, states) if by_depth else None
         record = probe.record()

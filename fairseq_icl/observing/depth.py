@@ -71,9 +71,7 @@ def scores_by_depth(model: Model, layout: Layout, features: Tensor, scores: Tens
         inner = []
         for layer in features:  # one at a time: all logits of all layers would not fit
             logits = model.evaluate(partial(decoder.output_layer, layer))  # (R, V)
-            inner.append(
-                layout.option_scores(decoder.get_normalized_probs((logits, None), log_probs=True).float().cpu())
-            )
+            inner.append(layout.option_scores(decoder.get_normalized_probs((logits, None), log_probs=True)))
     return torch.stack([*(layer.log_softmax(dim=1) for layer in inner), scores], dim=1)
 
 

@@ -27,7 +27,7 @@ def plan_batches(
     """Indices of the queries, shortest first, in batches of at most `max_tokens` tokens (or of one query).
 
     The one batcher of the package: the same queries always meet in the same matrix products, so that a number does not
-    depend on the door through which it was asked for.
+    depend on who asked for it.
     """
     batches: list[list[int]] = []
     tokens = 0
@@ -114,7 +114,7 @@ class Layout:
 
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
-        return self.by_option(log_probs[self.entry_logits, self.entry_token] * self.entry_weight)
+        return self.by_option(log_probs[self.entry_logits, self.entry_token].float().cpu() * self.entry_weight)
 
     def by_option(self, values: Tensor) -> Tensor:
         """Sums of the entries' `values` (E,) by query and option, -inf where a query has fewer options: (n, C)."""

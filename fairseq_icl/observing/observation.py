@@ -1,22 +1,47 @@
-"""What one setting (ZSL, ICL or FT) showed on n examples; the large part of it lies in a file (room.py).
+"""What one condition (ZSL, ICL or FT) showed on n examples; large tensors of it are mapped from a file.
 
-So memory does not grow with the validation set: whatever handles a whole one does it `AT_ONCE` examples at a time.
+So memory does not grow with the validation set: whatever handles a whole one does it `AT_ONCE` examples at a time. The
+file has no name, lies in the folder that TMPDIR says, and vanishes with the last tensor on it.
 """
 
+import mmap
+import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_icl.observing.room import Room
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import reason_of
 
 AT_ONCE = 64
 """Examples that are in memory together."""
 FILLED = {"attention_row": (True, 0.0), "option_logprobs": (False, -torch.inf), "depth_scores": (False, -torch.inf)}
 """Fields as wide as the longest row or the most options, filled up with: on the left?, the value."""
+LARGE = 2**20
+"""Bytes from which a tensor is kept in a file."""
+
+
+class TensorStore:
+    """A tensor of zeros to be written into; it may be in a file."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._file: mmap.mmap | None = None
+        if prod(shape) * dtype.itemsize < LARGE:
+            self.tensor = torch.zeros(tuple(shape), dtype=dtype)
+        else:
+            self._file = _mapped(prod(shape) * dtype.itemsize)
+            self.tensor = torch.frombuffer(self._file, dtype=dtype).view(tuple(shape))  # keeps the mapping
+
+    def release(self) -> None:
+        """Give back the memory behind what was read or written; the file keeps the numbers."""
+        if self._file is not None:
+            self._file.madvise(mmap.MADV_DONTNEED)  # of a shared mapping this loses nothing
 
 
 @dataclass(frozen=True)
@@ -33,6 +58,7 @@ class Observation:
     query_vector: Tensor  # (n, L, d) scaled by head_dim ** -0.5, heads concatenated
     context_row: Tensor | None = None  # (n, L, P) scores over the context, summed over the heads
     label_prior: Tensor | None = None  # (n, C) log of the options' mean probability on inputs without content
+    label_prior_normalised: Tensor | None = None  # (n, C) the same, made shares of 1 at every input before the mean
     demonstration_logprob: Tensor | None = None
     """(n,) mean log-probability of the tokens that fine-tuning on the example would score (ZSL and FT, if wanted)"""
     depth_scores: Tensor | None = None  # (n, L, C) of the model cut after each layer; the last is option_logprobs
@@ -46,8 +72,17 @@ class Observation:
     """What was kept of its checkpoint."""
     precision: str = "fp32"
     """In which the model computed it; the tensors here are fp32, of values that this precision has."""
-    rooms: tuple[Room, ...] = field(default=(), repr=False, compare=False)
+    skipped_updates: int = 0
+    """Steps that fine-tuning left out: their gradients overflowed."""
+    stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)
     """Where its tensors are, if `Gathering` made it."""
+
+    def __repr__(self) -> str:
+        layers, width = self.attention_output.shape[1:]
+        options = self.option_logprobs.shape[1]
+        parts = f"{len(self)} examples, {options} options, {layers} layers of width {width}"
+        accuracy = float((self.prediction == self.gold).double().mean()) if len(self) else float("nan")
+        return f"Observation({parts}, accuracy {accuracy:.2f}, method {self.method})"
 
     def __len__(self) -> int:
         return len(self.row)
@@ -69,7 +104,12 @@ class Observation:
         for name, value in self.tensors().items():
             taken[name] = value[chosen]
             self.release()
-        return replace(self, **taken, rooms=())
+        return replace(self, **taken, stores=())
+
+    def between(self, start: int, stop: int) -> "Observation":
+        """The examples from `start` to before `stop`, as views: nothing is copied."""
+        some: dict[str, Any] = {name: value[start:stop] for name, value in self.tensors().items()}
+        return replace(self, **some, stores=())
 
     def parts(self) -> Iterator[tuple[int, "Observation"]]:
         """All examples, some at a time: the number of the first, and the part."""
@@ -77,12 +117,12 @@ class Observation:
             yield int(places[0]), self.take(places)
 
     def release(self) -> None:
-        """Give back the memory behind what was looked at; nothing is lost (room.py)."""
-        for room in self.rooms:
-            room.release()
+        """Give back the memory behind what was looked at; nothing is lost."""
+        for store in self.stores:
+            store.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"rooms": ()}  # a copy, or what another process gets, is in memory
+        return self.__dict__ | {"stores": ()}  # a copy, or what another process gets, is in memory
 
 
 class Gathering:
@@ -90,7 +130,7 @@ class Gathering:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._rooms: dict[str, Room] = {}
+        self._stores: dict[str, TensorStore] = {}
         self._first: Observation | None = None
 
     def put(self, places: Tensor, part: Observation) -> None:
@@ -98,29 +138,29 @@ class Gathering:
         if self._first is None:
             self._first = part.take([])  # what is not by example
         for name, value in part.tensors().items():
-            room = self._room(name, value)
-            room.tensor[places] = _filled_up(name, value, room.tensor.size(-1))
-            room.release()
+            store = self._store(name, value)
+            store.tensor[places] = _filled_up(name, value, store.tensor.size(-1))
+            store.release()
 
     def observation(self) -> Observation:
         """All of them; what the parts share is the first one's."""
         if self._first is None:
             raise ValueError("nothing was gathered")
-        tensors: dict[str, Any] = {name: room.tensor for name, room in self._rooms.items()}
-        return replace(self._first, **tensors, rooms=tuple(self._rooms.values()))
+        tensors: dict[str, Any] = {name: store.tensor for name, store in self._stores.items()}
+        return replace(self._first, **tensors, stores=tuple(self._stores.values()))
 
-    def _room(self, name: str, value: Tensor) -> Room:
-        """The field's room, as wide as the value at least."""
-        room = self._rooms.get(name)
-        if room is not None and not (name in FILLED and value.size(-1) > room.tensor.size(-1)):
-            return room
-        wider = Room((self.size, *value.shape[1:]), value.dtype)
-        if room is not None:
+    def _store(self, name: str, value: Tensor) -> TensorStore:
+        """The field's store, as wide as the value at least."""
+        store = self._stores.get(name)
+        if store is not None and not (name in FILLED and value.size(-1) > store.tensor.size(-1)):
+            return store
+        wider = TensorStore((self.size, *value.shape[1:]), value.dtype)
+        if store is not None:
             for places in torch.arange(self.size).split(AT_ONCE):
-                wider.tensor[places] = _filled_up(name, room.tensor[places], value.size(-1))
+                wider.tensor[places] = _filled_up(name, store.tensor[places], value.size(-1))
                 wider.release()
-                room.release()
-        self._rooms[name] = wider
+                store.release()
+        self._stores[name] = wider
         return wider
 
 
@@ -134,7 +174,7 @@ def _filled_up(name: str, value: Tensor, width: int) -> Tensor:
 
 
 def concatenate(observations: Sequence[Observation]) -> Observation:
-    """Observations of the same setting joined; rows and options are filled up to the largest."""
+    """Observations of the same condition joined; rows and options are filled up to the largest."""
     gathering = Gathering(sum(map(len, observations)))
     start = 0
     for one in observations:
@@ -142,3 +182,16 @@ def concatenate(observations: Sequence[Observation]) -> Observation:
             gathering.put(torch.arange(start + first, start + first + len(part)), part)
         start += len(one)
     return gathering.observation()
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """A new file of so many bytes, all of them reserved: a disk that fills up later would end the process (SIGBUS)."""
+    try:
+        with tempfile.TemporaryFile(prefix="fairseq-icl-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise UserError(
+            f"no room for {size / 2**20:.0f} MiB of what is observed in the folder of temporary files "
+            f"({reason_of(error)}); free some space there, or let TMPDIR name a folder on another disk"
+        ) from error

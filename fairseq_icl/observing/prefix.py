@@ -1,13 +1,13 @@
 """The shared-prefix pass: the context runs once, queries run on top of its keys and values.
 
 Exact, because attention is causal: what the context's tokens compute does not depend on what follows. While a pass
-runs, the forward methods of the self-attention modules and of the position embedding are replaced; everything else
-is the decoder's own code.
+runs, something else attends where the self-attention modules hand over their queries, keys and values (`Seam`), and
+positions are counted from where the context ends; everything else is the decoder's own code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,19 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from torch import Tensor
 
-from fairseq_icl.models.attention import Rule, decayed_sum, rule_of
-from fairseq_icl.observing.last_layer import last_feed_forward_at
-from fairseq_icl.observing.layout import Packed
-from fairseq_icl.observing.probe import (
-    Attention,
-    at_least_single,
-    attention_modules,
-    is_plain,
-    queries_keys_values,
+from fairseq_icl.models.attention import (
+    HIDDEN,
+    Rule,
+    RuledAttention,
+    decayed_sum,
+    projected,
+    replaced_forward,
+    rule_of,
+    softmax_attention,
 )
+from fairseq_icl.observing.last_layer import last_feed_forward_at, only_at
+from fairseq_icl.observing.layout import Packed
+from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
 
 PIECE = 512
 """Tokens of a context that run at once."""
@@ -70,17 +73,16 @@ class Prefix:
 def supports_prefix(decoder: Any) -> bool:
     """Whether the pass below computes what the decoder's own attention does."""
     return all(
-        is_plain(module) if isinstance(module, MultiheadAttention) else hasattr(module, "queries_keys_values")
+        is_plain(module) if isinstance(module, MultiheadAttention) else hasattr(module, "seam")
         for module in attention_modules(decoder)
     )
 
 
 def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
     """Run the context once and keep the keys and values of every layer."""
-    empty = []
-    for module in attention_modules(decoder):
-        empty.append(module.k_proj.weight.new_empty(module.num_heads, 0, module.head_dim))
-    return extend_prefix(decoder, Prefix(0, tuple(empty), tuple(empty), (None,) * len(empty)), context)
+    like = next(decoder.parameters())
+    empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
+    return extend_prefix(decoder, Prefix(0, empty, empty, (None,) * len(empty)), context)
 
 
 def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
@@ -89,24 +91,23 @@ def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
     In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     """
     keys, values, momenta = list(prefix.keys), list(prefix.values), list(prefix.momenta)
-    last = len(keys) - 1
-
-    def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
-        before = keys[layer], values[layer], momenta[layer]
-        # Nobody reads what the last layer puts out: keys and values are made of what it receives.
-        rows = nowhere if layer == last else None
-        output, key, value = joint_attention(module, x, piece, before[0].size(1), *before, rows=rows)
-        if rule_of(module).momentum:
-            momenta[layer] = decayed_sum(value, rule_of(module).momentum, momenta[layer])[1]
-        keys[layer] = torch.cat([keys[layer], key], dim=1)
-        values[layer] = torch.cat([values[layer], value], dim=1)
-        return output
-
     nowhere = torch.empty(0, dtype=torch.long)
+
+    def attend(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        # Nobody reads what the last layer puts out: keys and values are made of what it receives.
+        rows = nowhere if layer == len(keys) - 1 else slice(None)
+        seen = Seen(piece, keys[layer], values[layer], momenta[layer])
+        attended = seen.attend(rule, query, key, value, sinks, rows)
+        if rule.momentum:
+            momenta[layer] = decayed_sum(value.transpose(0, 1), rule.momentum, momenta[layer])[1]
+        keys[layer] = torch.cat([keys[layer], key.transpose(0, 1)], dim=1)
+        values[layer] = torch.cat([values[layer], value.transpose(0, 1)], dim=1)
+        return attended
+
     for start in range(0, len(more), PIECE):
         piece = Packed.of([more[start : start + PIECE]])
         with last_feed_forward_at(decoder, nowhere, nowhere):
-            _run(decoder, piece, prefix.length + start, attend)
+            _run(decoder, piece, prefix.length + start, attend, nowhere)
     return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
 
 
@@ -115,79 +116,119 @@ def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix, read: Tenso
 
     `read` (R,): the only tokens at which the last layer's attention is wanted; the others leave it without.
     """
-    last = len(prefix.keys) - 1
 
-    def attend(module: Attention, layer: int, x: Tensor) -> Tensor:
-        seen = prefix.keys[layer], prefix.values[layer], prefix.momenta[layer]
-        return joint_attention(module, x, packed, prefix.length, *seen, rows=read if layer == last else None)[0]
+    def attend(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        rows = read if read is not None and layer == len(prefix.keys) - 1 else slice(None)
+        seen = Seen(packed, prefix.keys[layer], prefix.values[layer], prefix.momenta[layer])
+        return seen.attend(rule, query, key, value, sinks, rows)
 
-    return _run(decoder, packed, prefix.length, attend)
+    return _run(decoder, packed, prefix.length, attend, read)
 
 
-def _run(decoder: Any, packed: Packed, start: int, attend: Callable[[Attention, int, Tensor], Tensor]) -> Tensor:
-    """Features (N, 1, d) of packed sequences from position `start` on: to the decoder each token is one of its own."""
+def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor], read: Tensor | None) -> Tensor:
+    """Features (N, 1, d) of packed sequences from position `start` on: to the decoder each token is one of its own.
+
+    `attend(layer, rule, query, key, value, sinks)`, with (N, H, D) each, stands in for attention. `read` (R,): the
+    tokens at which the last layer's output projection runs.
+    """
     tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
-    with _replaced_attention(decoder, attend), positions_from(decoder, packed.position + start):
+    with (
+        _replaced_attention(decoder, attend),
+        positions_from(decoder, packed.position + start),
+        nullcontext() if read is None else _last_projection_at(decoder, read),
+    ):
         features: Tensor = decoder.extract_features(tokens, None)[0]
     return features
 
 
-def joint_attention(
-    module: Attention,
-    x: Tensor,
-    packed: Packed,
-    start: int,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    momentum: Tensor | None = None,
-    *,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of x (1, N, d) to (prefix, own past) with its output projection; also own keys and values (H, N, D).
-
-    `start` is the length of the prefix, `momentum` (H, 1, D) the decayed sum of its values, if the model has one.
-    `rows` (R,): the output is wanted there alone, and zero elsewhere.
-    """
-    parts = queries_keys_values(module, x, packed.position + start)  # (N, H, 1, D) each
-    query, key, value = (part[:, :, 0] for part in parts)  # (N, H, D)
-    if rows is not None and len(rows) == 0:
-        output = torch.zeros_like(x)
-    else:
-        chosen = slice(None) if rows is None else rows
-        seen = prefix_keys, prefix_values, momentum
-        attended = _attended(rule_of(module), query, key, value, packed, *seen, chosen)
-        output = module.out_proj(attended.flatten(1))[None]
-        if rows is not None:
-            output = torch.zeros_like(x).index_copy(1, rows.to(x.device), output)
-    return output, key.transpose(0, 1), value.transpose(0, 1)
+def _last_projection_at(decoder: Any, rows: Tensor) -> AbstractContextManager[None]:
+    """Inside, the last layer's output projection runs at these tokens of a packed pass, (1, N, d) or (N, 1, d)."""
+    module = attention_modules(decoder)[-1]
+    where = (torch.zeros_like(rows), rows)
+    return only_at(
+        [module.out_proj],
+        module.out_proj,
+        *(where if isinstance(module, MultiheadAttention | RuledAttention) else where[::-1]),
+    )
 
 
-def _attended(
-    rule: Rule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    momentum: Tensor | None,
-    rows: Tensor | slice,
-) -> Tensor:
-    """What the heads put out at `rows`, (R, H, D), of queries, keys and values (N, H, D)."""
-    if rule.linear:  # nothing normalises over both parts: they add
-        own = _by_sequence(lambda q, k, v: ((q @ k.transpose(2, 3)).tril() @ v,), packed, query, key, value)[0]
-        seen = (query[rows].transpose(0, 1) @ prefix_keys.transpose(1, 2)) @ prefix_values  # (H, R, D)
-        attended = seen.transpose(0, 1) + own[rows]
-    else:
-        attended = joint_softmax(query, key, value, packed, prefix_keys, prefix_values, rows)
-    if rule.momentum:
+@dataclass(frozen=True)
+class Seen:
+    """What packed tokens attend to: a prefix, (H, P, D), and their own past."""
 
-        def add_up(values: Tensor) -> tuple[Tensor]:
-            state = None if momentum is None else momentum.expand(len(values), -1, -1, -1)
-            return (decayed_sum(values, rule.momentum, state)[0],)
+    packed: Packed
+    keys: Tensor
+    values: Tensor
+    momentum: Tensor | None = None
+    """(H, 1, D): the decayed sum of the prefix's values, if the model has momentum."""
 
-        attended = attended + _by_sequence(add_up, packed, value)[0][rows]
-    return attended
+    def attend(
+        self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rows: Tensor | slice
+    ) -> Tensor:
+        """What the heads put out, (N, H, D), of queries, keys and values (N, H, D); zero but at `rows`."""
+        if isinstance(rows, Tensor) and len(rows) == 0:
+            return torch.zeros_like(query)
+        attended = (
+            self._linear(rule, query, key, value, rows)
+            if rule.linear
+            else self.softmax(rule, query, key, value, sinks, rows)
+        )
+        if rule.momentum:
+            attended = attended + _by_sequence(partial(self._add_up, rule.momentum), self.packed, value)[0][rows]
+        if isinstance(rows, Tensor):
+            return torch.zeros_like(query).index_copy(0, rows.to(query.device), attended)
+        return attended
+
+    def _linear(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | slice) -> Tensor:
+        """Linear attention, (R, H, D): nothing normalises over both parts, they add."""
+        own = _by_sequence(
+            lambda q, k, v: (replace(rule, momentum=0.0).attend(q, k, v),), self.packed, query, key, value
+        )[0]
+        scores = query[rows].transpose(0, 1) @ self.keys.transpose(1, 2)  # (H, R, P)
+        if rule.window is not None:
+            scores = scores * (self._hidden(rule.window, rows) == 0).to(scores)
+        return (scores @ self.values).transpose(0, 1) + own[rows]
+
+    def _add_up(self, eta: float, values: Tensor) -> tuple[Tensor]:
+        state = None if self.momentum is None else self.momentum.expand(len(values), -1, -1, -1)
+        return (decayed_sum(values, eta, state)[0],)
+
+    def _hidden(self, window: int, rows: Tensor | slice) -> Tensor:
+        """(R, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
+        distance = self.packed.position[rows, None] + self.keys.size(1) - torch.arange(self.keys.size(1))
+        return torch.where(distance < window, 0.0, HIDDEN).to(self.keys.device)
+
+    def softmax(
+        self,
+        rule: Rule,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        rows: Tensor | slice = slice(None),
+    ) -> Tensor:
+        """Softmax attention to the prefix and the own past, at `rows`: (R, H, D).
+
+        Each part by itself first, with the logarithm of its softmax's denominator: the share of a part in the whole is
+        its share of the two denominators' sum. The prefix meets the rows of all queries at once, never a copy of it for
+        each. In half precision all of this is in fp32, as the softmax of fairseq's own attention is.
+        """
+        given = query.dtype
+        query, key, value, keys, values = map(at_least_single, (query, key, value, self.keys, self.values))
+        attend = partial(softmax_attention, rule=rule)
+        attended, total = _by_sequence(partial(attend, causal=True), self.packed, query, key, value)
+        attended, total = attended[rows], total[rows]
+        if keys.size(1) > 0:
+            longest = keys.size(1) + int(self.packed.position.max()) + 1
+            mask = self._hidden(rule.window, rows).to(query) if rule.window and longest > rule.window else None
+            asking = query[rows].transpose(0, 1)[None]  # (1, H, R, D)
+            seen, seen_total = attend(asking, keys[None], values[None], causal=False, mask=mask)
+            seen, seen_total = seen[0].transpose(0, 1), seen_total[0].T  # (R, H, D), (R, H)
+            attended = torch.lerp(seen, attended, torch.sigmoid(total - seen_total)[..., None])
+            total = torch.logaddexp(total, seen_total)
+        if sinks is not None:
+            attended = attended * torch.sigmoid(total - sinks).to(attended)[..., None]
+        return attended.to(given)
 
 
 def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -204,58 +245,6 @@ def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *p
     return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-def joint_softmax(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    rows: Tensor | slice = slice(None),
-) -> Tensor:
-    """Softmax attention of packed tokens (N, H, D) to a prefix (H, P, D) and to their own past, at `rows`: (R, H, D).
-
-    Each part by itself first, with the logarithm of its softmax's denominator: the share of a part in the whole is its
-    share of the two denominators' sum. The prefix meets the rows of all queries at once, never a copy of it for each.
-    In half precision all of this is in fp32, as the softmax of fairseq's own attention is.
-    """
-    given = query.dtype
-    query, key, value, prefix_keys, prefix_values = map(
-        at_least_single, (query, key, value, prefix_keys, prefix_values)
-    )
-    own, own_total = _by_sequence(partial(softmax_attention, causal=True), packed, query, key, value)
-    own, own_total = own[rows], own_total[rows]
-    if prefix_keys.size(1) == 0:
-        return own.to(given)
-    asking = query[rows].transpose(0, 1)[None]  # (1, H, R, D)
-    seen, total = softmax_attention(asking, prefix_keys[None], prefix_values[None], causal=False)
-    seen, total = seen[0].transpose(0, 1), total[0].T  # (R, H, D), (R, H)
-    return torch.lerp(seen, own, torch.sigmoid(own_total - total)[..., None]).to(given)
-
-
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of (B, H, T, D) to (B, H, K, D), and logsumexp of its scores, (B, H, T).
-
-    On a processor by PyTorch's fused kernel, which has this logarithm; its public function keeps it to itself. Where
-    gradients are wanted by the formula: the kernel has none of the logarithm.
-    """
-    learns = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
-    if learns or query.device.type != "cpu":
-        return attention_by_formula(query, key, value, causal=causal)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attended, total = fused(query, key, value, 0.0, causal, scale=1.0)
-    return attended, total
-
-
-def attention_by_formula(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """The same with all scores in memory, summed in fp32 or better."""
-    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))  # (B, H, T, K)
-    if causal:
-        scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
-    total = scores.logsumexp(dim=3)
-    return (scores - total[..., None]).exp().to(value) @ value, total
-
-
 @contextmanager
 def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
     """Make the decoder number the positions of its tokens from `start`; one for all sequences or one each, (B,).
@@ -263,6 +252,10 @@ def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
     Reads the rows of the table directly: fairseq's sinusoidal module cannot run under functorch, and neither it nor
     the learned one takes an offset. A decoder without such a table (rotary positions) gets its offset elsewhere.
     """
+    if hasattr(decoder, "positions_from"):  # one of transformers
+        with decoder.positions_from(start):
+            yield
+        return
     embedding = decoder.embed_positions
     if embedding is None:
         yield
@@ -278,27 +271,34 @@ def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
             table = embedding.get_embedding(stop, embedding.embedding_dim, embedding.padding_idx).to(table)
         return table[places.to(table.device)]
 
-    embedding.forward = forward
-    try:
+    with replaced_forward({embedding: lambda _: forward}):
         yield
-    finally:
-        del embedding.forward
 
 
 @contextmanager
-def _replaced_attention(decoder: Any, attend: Callable[[Attention, int, Tensor], Tensor]) -> Iterator[None]:
-    """Let `attend(module, layer, x)` stand in for the forward method of every self-attention module."""
+def _replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend(layer, rule, query, key, value, sinks)`, (N, H, D) each, stand in for attention while a pass runs."""
     modules = attention_modules(decoder)
+
+    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
+
     for layer, module in enumerate(modules):
-
-        def forward(
-            query: Tensor, *_: object, _module: Attention = module, _layer: int = layer, **__: object
-        ) -> tuple[Tensor, None]:
-            return attend(_module, _layer, query), None
-
-        module.forward = forward
+        seam_of(module).stand_in = partial(stand_in, layer)
+    plain = [module for module in modules if isinstance(module, MultiheadAttention)]
     try:
-        yield
+        with replaced_forward({module: partial(_stepwise, module) for module in plain}):
+            yield
     finally:
         for module in modules:
-            del module.forward
+            module.seam.stand_in = None
+
+
+def _stepwise(module: MultiheadAttention, _: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+    return partial(_through_seam, module)
+
+
+def _through_seam(module: MultiheadAttention, query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    """fairseq's attention step by step, (T, B, d) -> (T, B, d): its own forward method is one fused operation."""
+    attended = module.seam.attend(rule_of(module), *projected(module, query))  # (B, H, T, D)
+    return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None

@@ -4,7 +4,7 @@ They work on any path of fairseq's attention (fused, Python, replaced) because t
 output. The model's outputs do not change by one bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -14,10 +14,10 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from fairseq_icl.models.attention import projected
+from fairseq_icl.models.attention import Seam, projected
 
 Attention = Any
-"""A self-attention module: fairseq's, or one with `queries_keys_values` (see there), `out_proj`, `num_heads`."""
+"""A self-attention module: fairseq's, or one with a `Seam`; with `out_proj`, `num_heads` and `head_dim`."""
 
 
 def attention_modules(decoder: Any) -> list[Attention]:
@@ -41,17 +41,31 @@ def is_plain(module: Attention) -> bool:
     )
 
 
-def queries_keys_values(module: Attention, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The one question that a family of models must answer: queries (scaled), keys and values, each (B, H, T, D).
-
-    `x` (T, B, d) is what the module receives, `start` the number of positions before it (for rotary positions), one for
-    all sequences or one each, (B,).
-    Another family's module has a method of this name; fairseq's own does not care about positions.
-    """
+def queries_keys_values(module: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (scaled), keys and values, (B, H, T, D) each, of x (T, B, d), which the module received last."""
     if hasattr(module, "queries_keys_values"):
-        query, key, value = module.queries_keys_values(x, start)
+        query, key, value = module.queries_keys_values(x)
         return query, key, value
-    return projected(module, x, start)
+    return projected(module, x)
+
+
+def seam_of(module: Attention) -> Seam:
+    """Where the module hands over queries, keys and values; fairseq's own does so where a pass asks for it."""
+    if not hasattr(module, "seam"):
+        module.seam = Seam()
+    seam: Seam = module.seam
+    return seam
+
+
+@contextmanager
+def listening(module: Attention, look: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
+    """While open, `look` is called with the module's queries, keys and values whenever they are handed over."""
+    seam = seam_of(module)
+    seam.look = look
+    try:
+        yield
+    finally:
+        seam.look = None
 
 
 def is_half(x: Tensor) -> bool:
@@ -96,7 +110,7 @@ class AttentionProbe:
     def __enter__(self) -> "AttentionProbe":
         for module in self.modules:
             self._open.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
-            self._open.enter_context(self._listening(module))
+            self._open.enter_context(listening(module, partial(self._listen, module)))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -110,35 +124,21 @@ class AttentionProbe:
     def _look(self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> None:
         x = _input(args, kwargs)  # (T, B, d)
         output = result[0][self.positions, self.sequences]  # (n, d)
-        sequences, positions = self.past or (self.sequences[:, None], torch.arange(x.size(0)))
+        sequences, positions = self.past or (self.sequences[:, None], torch.arange(x.size(0), device=x.device))
         projections = self._projected.pop(module, None)
         # In half precision keys are formed and rounded as in the model itself; the shorter way would round elsewhere.
         if projections is None and isinstance(module, MultiheadAttention) and not is_half(x):
             query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
             scores = key_scores(module, query, x[positions, sequences])
         else:
-            queries, keys = projections or queries_keys_values(module, x, 0)[:2]
+            queries, keys = projections or projected(module, x)[:2]
             query = queries[self.sequences, :, self.positions]  # (n, H, D)
             scores = torch.einsum("nhd,nkhd->nhk", query, keys[sequences, :, positions])
             query = query.flatten(1)
         self._seen[module] = (output, query, scores)
 
-    @contextmanager
-    def _listening(self, module: Attention) -> Iterator[None]:
-        """While open, keep what `queries_keys_values` answers in the pass itself: half of what `_look` asks for."""
-        is_fairseqs = isinstance(module, MultiheadAttention)
-        answer = partial(projected, module) if is_fairseqs else module.queries_keys_values
-
-        def remembering(x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            query, key, value = answer(x, start)
-            self._projected[module] = query, key
-            return query, key, value
-
-        module.queries_keys_values = remembering
-        try:
-            yield
-        finally:
-            del module.queries_keys_values
+    def _listen(self, module: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self._projected[module] = query, key
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -190,27 +190,35 @@ def attention_outputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
         yield outputs
 
 
+@contextmanager
+def attention_queries(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """A list that fills with each layer's scaled queries, heads concatenated, (B, T, d), while the decoder runs."""
+    queries: list[Tensor] = []
+
+    def keep(query: Tensor, *_: Tensor) -> None:  # detach would drop the tangents of forward-mode differentiation
+        queries.append((query.detach() if torch.is_grad_enabled() else query).transpose(1, 2).flatten(2))
+
+    def project(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad():
+            queries.append((module.q_proj(_input(args, kwargs)) * module.scaling).transpose(0, 1))
+
+    with ExitStack() as hooks:
+        for module in attention_modules(decoder):
+            if isinstance(module, MultiheadAttention):
+                hooks.enter_context(module.register_forward_pre_hook(project, with_kwargs=True))
+            else:
+                hooks.enter_context(listening(module, keep))
+        yield queries
+
+
 @torch.no_grad()
 def observe_training_queries(model: Any, tokens: Tensor) -> Tensor:
     """(layers, B, T, d): scaled queries, heads concatenated, of sequences `tokens` (B, T), by a pass of its own."""
-    decoder = model.decoder
 
     def run() -> Tensor:
-        with attention_inputs(decoder) as inputs:
-            decoder(tokens, features_only=True)
-        return training_queries(decoder, inputs)
+        with attention_queries(model.decoder) as queries:
+            model.decoder(tokens, features_only=True)
+        return torch.stack(queries)
 
     seen: Tensor = model.evaluate(run)
     return seen
-
-
-@torch.no_grad()
-def training_queries(decoder: nn.Module, inputs: list[Tensor]) -> Tensor:
-    """(layers, B, T, d): scaled queries, heads concatenated, of what `attention_inputs` saw in one pass."""
-    queries = []
-    for module, x in zip(attention_modules(decoder), inputs, strict=True):
-        if isinstance(module, MultiheadAttention):
-            queries.append((module.q_proj(x) * module.scaling).transpose(0, 1))
-        else:
-            queries.append(queries_keys_values(module, x, 0)[0].transpose(1, 2).flatten(2))
-    return torch.stack(queries)

@@ -1,7 +1,7 @@
 """Observations in a file (safetensors), written and read without a whole one in memory.
 
-Tensors are named SETTING.FIELD (`icl.attention_output`) after the fields of `Observation`. Rows of attention have no
-padding there: `SETTING.attention_row` is (layers, heads, sum of query lengths), one example after the other;
+Tensors are named CONDITION.FIELD (`icl.attention_output`) after the fields of `Observation`. Rows of attention have no
+padding there: `CONDITION.attention_row` is (layers, heads, sum of query lengths), one example after the other;
 `query_length` tells where each ends.
 """
 
@@ -27,6 +27,8 @@ FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.float16: "F16"}
 """What safetensors calls the types that are written, in the order of the file: so all are aligned."""
+FACTS = ("method", "init", "precision", "skipped_updates")
+"""What is known of a condition as a whole."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +46,26 @@ class Entry:
 
 
 def save_observations(
-    path: str | Path, settings: Mapping[str, Observation], example: Tensor | None = None, precision: str = "single"
+    path: str | Path, conditions: Mapping[str, Observation], example: Tensor | None = None, precision: str = "single"
 ) -> None:
-    """Write the observations of some settings; `example` (n,) are the positions in the validation set.
+    """Write the observations of some conditions; `example` (n,) are the positions in the validation set.
 
     Activations may be in half precision, which is what the authors recorded.
     """
-    first = next(iter(settings.values()))
+    first = next(iter(conditions.values()))
     example = torch.arange(len(first)) if example is None else example
     entries = {"example": Entry(torch.int32, tuple(example.shape), example)}
-    for setting, seen in settings.items():
+    for condition, seen in conditions.items():
         for name, value in seen.tensors().items():
             kind = value.dtype if value.is_floating_point() else torch.int32
             kind = PRECISIONS[precision] if name in ACTIVATIONS else kind
             shape = tuple(value.shape)
             if name == "attention_row":
                 shape = (*value.shape[1:3], int(seen.query_length.sum()))
-            entries[f"{setting}.{name}"] = Entry(kind, shape)
+            entries[f"{condition}.{name}"] = Entry(kind, shape)
         for row, queries in (seen.training_queries or {}).items():
-            entries[f"{setting}.{QUERIES}.{row}"] = Entry(PRECISIONS[precision], tuple(queries.shape), queries)
-    described = {
-        name: {"method": seen.method, "init": seen.init, "precision": seen.precision} for name, seen in settings.items()
-    }
+            entries[f"{condition}.{QUERIES}.{row}"] = Entry(PRECISIONS[precision], tuple(queries.shape), queries)
+    described = {name: {fact: getattr(seen, fact) for fact in FACTS} for name, seen in conditions.items()}
     metadata = {"format": FORMAT, "settings": json.dumps(described)}
 
     def save(unfinished: Path) -> None:
@@ -74,10 +74,10 @@ def save_observations(
             for name, entry in entries.items():
                 if entry.tensor is not None:
                     _write(file, starts[name], entry.tensor.to(entry.kind))
-            for setting, seen in settings.items():
+            for condition, seen in conditions.items():
                 for name, place, numbers in _pieces(seen):
-                    entry = entries[f"{setting}.{name}"]
-                    _write(file, starts[f"{setting}.{name}"] + place * entry.kind.itemsize, numbers.to(entry.kind))
+                    entry = entries[f"{condition}.{name}"]
+                    _write(file, starts[f"{condition}.{name}"] + place * entry.kind.itemsize, numbers.to(entry.kind))
 
     write_atomically(path, save)
 
@@ -116,7 +116,7 @@ def _pieces(seen: Observation) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]:
-    """(example, observations by setting) of a file that `save_observations` wrote.
+    """(example, observations by condition) of a file that `save_observations` wrote.
 
     Nothing stays mapped: it would change, or end the process (SIGBUS), with the file.
     """
@@ -134,10 +134,10 @@ def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]
 
 
 def _load(
-    path: str | Path, setting: str, facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    path: str | Path, condition: str, facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Observation:
-    """One setting's observation. The file is opened anew for every part: what was read before leaves the memory."""
-    names, recorded = _names_of(setting, shapes)
+    """One condition's observation. The file is opened anew for every part: what was read before leaves the memory."""
+    names, recorded = _names_of(condition, shapes)
     with safe_open(path, "pt") as file:
         lengths = file.get_tensor(names["query_length"]).long().clone()  # (n,)
         queries = {row: file.get_tensor(name).float().clone() for row, name in recorded.items()}
@@ -162,16 +162,16 @@ def _load(
     return gathering.observation()
 
 
-def _names_of(setting: str, full_names: Iterable[str]) -> tuple[dict[str, str], dict[int, str]]:
-    """The names that the fields of one setting have in the file, and by their row those of its training queries."""
+def _names_of(condition: str, full_names: Iterable[str]) -> tuple[dict[str, str], dict[int, str]]:
+    """The names that the fields of one condition have in the file, and by their row those of its training queries."""
     names: dict[str, str] = {}
     recorded: dict[int, str] = {}
     for full in full_names:
         if full != "example":
             owner, name, *row = full.split(".")
-            if owner == setting and name == QUERIES:
+            if owner == condition and name == QUERIES:
                 recorded[int(row[0])] = full
-            elif owner == setting:
+            elif owner == condition:
                 names[name] = full
     return names, recorded
 

@@ -32,7 +32,7 @@ def observe_weight_updates(
     def matrices(inputs: Sequence[Tensor]) -> Tensor:  # (n, L, H, D, D)
         layers = []
         for module, x in zip(modules, inputs, strict=True):
-            _, keys, values = map(at_least_single, queries_keys_values(module, x, 0))
+            _, keys, values = map(at_least_single, queries_keys_values(module, x))
             layers.append(head_matrices(keys, values, is_token.to(x.device)))
         return torch.stack(layers, dim=1)
 

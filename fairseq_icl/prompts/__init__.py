@@ -32,8 +32,6 @@ class Writing:
     eos: int = EOS
     newline: Tokens = ()
     """A line break in tokens; empty if the tokenizer has none."""
-    window: int | None = None
-    """Tokens that attention sees at most, if that is not all of them."""
 
     def separated(self, by: str) -> "Writing":
         """The same with another separator: "model" (its own), "eos" or "newline"."""

@@ -8,7 +8,7 @@ Input and label are encoded separately and concatenated. docs/protocol.md gives 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -89,6 +89,39 @@ class Prompts:
     """Number and hash of the rows, in order, of every split that was read."""
     content_free: tuple[Query, ...] = ()
     """Queries with texts that say nothing, which show how the model leans without looking; none without classes."""
+    spell: Callable[[Tokens], list[str]] | None = field(default=None, repr=False, compare=False)
+    """The model's tokens as texts, for `text`."""
+
+    def __repr__(self) -> str:
+        shown = f"{len(self.context_rows)} demonstrations in a prompt of {len(self.context)} tokens"
+        return (
+            f"Prompts({self.spec.name}: {len(self.queries)} queries, {shown}, {len(self.finetuning)} to fine-tune on)"
+        )
+
+    def text(self, number: int = 0, *, boundaries: bool = False) -> str:
+        """What the model reads for query `number`, to be printed: ICL prompt, query, options, a fine-tuning sequence.
+
+        `boundaries`: a | between tokens.
+        """
+        if self.spell is None:
+            raise UserError(
+                "Prompts.text: these prompts do not know the model's words; make them with fi.build_prompts"
+            )
+        spell, mark = self.spell, "|" if boundaries else ""
+
+        def written(tokens: Tokens) -> str:
+            return mark.join(spell(tokens))
+
+        query = self.queries[number]
+        lines = [f"ICL prompt, {len(self.context_rows)} demonstrations:", written(self.context), ""]
+        lines += [f"query {number} (row {query.row} of its file; * is the right option):"]
+        for place, (words, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
+            lines += [written(words)] if place == 0 or not query.shared_input else []
+            lines += [f"  option {place} {'*' if place == query.gold else ' '} {written(label)}"]
+        if self.finetuning:
+            first = self.finetuning[number % len(self.finetuning)]
+            lines += ["", f"fine-tuning sequence (row {first.row} of the train file):", written(first.tokens)]
+        return "\n".join(lines)
 
     @cached_property
     def single_token(self) -> bool:
@@ -141,12 +174,6 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     longest_query = max(query.longest for query in queries)
     room = writing.max_positions - longest_query
     icl_order, context, spans = _build_context(demonstrations, shown, icl_order, room, writing)
-    longest = len(context) + longest_query - 1  # both have BOS
-    if writing.window is not None and longest > writing.window:
-        raise UserError(
-            f"{spec.name}: the longest prompt has {longest:,} tokens, more than the {writing.window:,} of the model's "
-            "sliding window, which is not implemented; lower num_demonstrations"
-        )
     _warn(spec, k, [shown[i] for i in icl_order], writing.max_positions, settings.missing_class)
     if settings.finetuning_demonstrations == "fitting":
         finetuning_order = [i for i in finetuning_order if i in set(icl_order)]

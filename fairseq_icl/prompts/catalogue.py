@@ -9,16 +9,17 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import read_yaml
-from fairseq_icl.settings import nearest
+from fairseq_icl.typed import Typed, validated
 
 if TYPE_CHECKING:
     from fairseq_icl.prompts.readers import Row
@@ -26,61 +27,143 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "fairseq_icl.datasets"
 FOLDER = Path(__file__).parent / "datasets"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
-KEYS: tuple[str, ...] = (
-    "name",
-    "version",
-    "source",
-    "fields",
-    "cut",
-    "template",
-    "label",
-    "label_words",
-    "label_names",
-    "options",
-)
-KEYS += ("splits", "hub", "rows", "papers", "note")
-HUB_KEYS = ("repo", "revision", "files", "sha256")
-ROW_KEYS = ("count", "sha256", "single")
-NOT_OF_PROMPTS = ("hub", "rows", "papers", "note", "source")
-"""Keys that do not decide what prompts look like."""
-SHA256 = re.compile(r"[0-9a-f]{64}")
-OPTION_KEYS = ("from", "label", "names")
+HUB_SPLITS: dict[Literal["train", "valid"], str] = {"train": "train", "valid": "validation"}
+Kind = TypeVar("Kind")
+NOT_OF_PROMPTS = {"hub", "rows", "papers", "note", "source", "options"}
+"""Keys that do not decide what prompts look like, and the one whose parts stand in `fingerprint` by name."""
 
 
-@dataclass(frozen=True)
-class DatasetSpec:
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(x, str) and x.strip() for x in value):
+        raise ValueError("must be a list of texts (quote words such as Yes, No, True and numbers)")
+    if any("\ud800" <= character <= "\udfff" for text in value for character in text):
+        raise ValueError("holds half a character; write it as it is, not as \\ud83d\\ude00")
+    return tuple(value)
+
+
+def _hash(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError(f"{str(value)[:80]!r} is not a sha256 of 64 lower-case hexadecimal digits")
+    return value
+
+
+def _file_in_repository(value: str) -> str:
+    if Path(value).is_absolute() or ".." in Path(value).parts or not Path(value).suffix:
+        raise ValueError(f"{value!r} is not the path of a file in the repository")
+    return value
+
+
+def _all_splits(given: dict[Literal["train", "valid"], str]) -> dict[Literal["train", "valid"], str]:
+    return HUB_SPLITS | given
+
+
+def _one_or_more(value: Any) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) and value.strip() else _texts(value)
+
+
+Text = Annotated[str, Field(pattern=r"\S")]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Hash = Annotated[str, BeforeValidator(_hash)]
+FileInRepository = Annotated[Text, AfterValidator(_file_in_repository)]
+
+
+class BySplit(Typed, Generic[Kind]):
+    """Something of each split."""
+
+    train: Kind | None = None
+    valid: Kind | None = None
+
+    def get(self, split: str) -> Kind | None:
+        """That of a split, None where it is not known."""
+        found: Kind | None = getattr(self, split)
+        return found
+
+    def of(self, split: str) -> Kind:
+        """That of a split, of which it is known."""
+        found = self.get(split)
+        assert found is not None
+        return found
+
+
+class Options(Typed):
+    """Options that every row brings itself."""
+
+    source: Annotated[str | tuple[str, ...], BeforeValidator(_one_or_more)] = Field(alias="from")
+    label: str = "{option}"
+    names: str = ""
+
+
+class Hub(Typed):
+    """Where the Hugging Face hub has the files."""
+
+    repo: Text
+    revision: Text
+    files: BySplit[FileInRepository]
+    sha256: BySplit[Hash] = BySplit()
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Hub":
+        if None in (self.files.train, self.files.valid):
+            raise ValueError("files must name the file of train and that of valid")
+        return self
+
+
+class KnownRows(Typed):
+    """The rows of a split that the papers used: how many, and the hash of all, or of single ones by their number."""
+
+    count: Annotated[int, Field(ge=1)]
+    sha256: Hash | None = None
+    single: dict[Annotated[int, Field(ge=0)], Hash] = Field({})
+
+    @model_validator(mode="after")
+    def _has_such_rows(self) -> "KnownRows":
+        if any(row >= self.count for row in self.single):
+            raise ValueError("single must be a mapping from numbers of rows (from 0) to their sha256")
+        return self
+
+
+class DatasetSpec(Typed):
     """What a dataset's YAML file says: where texts and labels stand in a row, and how a row becomes a prompt."""
 
     name: str
-    version: int
-    source: str
-    fields: tuple[str, ...]
+    version: Annotated[int, Field(ge=1)]
+    """Raised whenever the template or the labels change."""
+    source: Text
+    fields: Texts
     """Text fields that every row must have."""
-    template: str
+    template: Text
     """The input text, with `{field}` for a field's text and `{option}` for the option's text."""
-    label: str
+    label: str = "label"
     """The field that holds the gold label."""
-    label_words: tuple[str, ...] = ()
+    label_words: Texts = ()
     """One word a class; empty where every row brings its own options."""
-    label_names: tuple[str, ...] = ()
+    label_names: Texts = ()
     """The classes' names as the data files may spell them; a file may always use 0..C-1 as well."""
-    options_from: str | tuple[str, ...] = ()
-    """Where a row's own options stand: one field holding a list, or one field an option."""
-    options_label: str = "{option}"
-    """The text to be scored for an option."""
-    options_names: str = ""
-    """The field with the options' names (A, B, C...) that the gold label refers to."""
-    cut: Mapping[str, str] = field(default_factory=dict)
+    options: Options | None = None
+    cut: dict[str, Text] = Field({})
     """Fields cut in two at a mark: {"sentence": "_"} makes sentence_before and sentence_after."""
-    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "valid": "validation"})
+    splits: Annotated[dict[Literal["train", "valid"], Text], AfterValidator(_all_splits)] = Field(HUB_SPLITS)
     """The names that the Hugging Face version gives to our splits `train` and `valid`."""
-    hub: Mapping[str, Any] = field(default_factory=dict)
-    """Where the Hugging Face hub has the files: repo, revision, files and, where known, sha256 by split."""
-    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The rows that the papers used, by split: count and, where known, sha256 (see `rows`) or that of single ones."""
-    papers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hub: Hub | None = None
+    rows: BySplit[KnownRows] = BySplit()
+    papers: dict[str, dict[str, Any]] = Field({})
     """Published settings a paper: k, seeds, learning_rate; empty beyond the papers' six datasets."""
     note: str = ""
+
+    @property
+    def options_from(self) -> str | tuple[str, ...]:
+        """Where a row's own options stand: one field holding a list, or one field an option."""
+        return () if self.options is None else self.options.source
+
+    @property
+    def options_label(self) -> str:
+        """The text to be scored for an option."""
+        return "{option}" if self.options is None else self.options.label
+
+    @property
+    def options_names(self) -> str:
+        """The field with the options' names (A, B, C...) that the gold label refers to."""
+        return "" if self.options is None else self.options.names
 
     @property
     def has_classes(self) -> bool:
@@ -97,8 +180,46 @@ class DatasetSpec:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
-        described = {name: value for name, value in asdict(self).items() if name not in NOT_OF_PROMPTS}
+        described = self.model_dump(exclude=NOT_OF_PROMPTS)
+        described |= {name: getattr(self, name) for name in ("options_from", "options_label", "options_names")}
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DatasetSpec":
+        for file_name in (self.name, *self.splits.values()):
+            if re.search(r"[/\\\x00]|^[.=+@-]", file_name):
+                raise ValueError(f"{file_name!r} is part of file names and tables: no / or \\, none of . = + - @ first")
+        if self.has_classes == bool(self.options_from):
+            raise ValueError("give either label_words (the same for all rows) or options (of each row)")
+        if self.has_classes and len(self.label_words) < 2:
+            raise ValueError("label_words must hold at least two words")
+        if isinstance(self.options_from, tuple) and len(self.options_from) == 1:
+            raise ValueError("options.from must name a list field, or at least two fields")
+        if self.label_names and isinstance(self.options_from, str) and self.options_from:
+            raise ValueError("label_names needs a fixed number of options; with a list field use options.names")
+        number = len(self.label_words) or len(self.options_from)
+        if self.label_names and len(self.label_names) != number:
+            raise ValueError(f"label_names has {len(self.label_names)} entries for {number} labels")
+        for words in (self.label_words, self.label_names):
+            word, number = next(iter(Counter(words).most_common(1)), ("", 0))
+            if number > 1:
+                raise ValueError(f"label {word!r} stands twice in label_words or label_names")
+        if unknown := set(self.cut) - set(self.fields):
+            raise ValueError(f"cut.{min(unknown)}: not among fields")
+        known = {*self.fields, *(f"{name}_{part}" for name in self.cut for part in ("before", "after"))}
+        known |= {"option"} if self.options_from else set()
+        for key, template in (("template", self.template), ("options.label", self.options_label)):
+            allowed = known | {"option"} if key == "options.label" else known
+            for placeholder in PLACEHOLDER.findall(template):
+                if placeholder not in allowed:
+                    raise ValueError(
+                        f"{key} uses {{{placeholder}}}, which is not among fields ({', '.join(sorted(allowed))})"
+                    )
+            if stray := re.search(r"[{}]", PLACEHOLDER.sub("", template)):
+                raise ValueError(f"{key} has a {stray[0]} that belongs to no {{field}}; write {{name}} without spaces")
+        if not PLACEHOLDER.search(self.template):
+            raise ValueError(f"template names no field, so all inputs would be alike; use {{{self.fields[0]}}}")
+        return self
 
     def render(self, row: "Row") -> tuple[tuple[str, str], ...]:
         """(input text, label text) of every option of a row.
@@ -126,180 +247,43 @@ def folders() -> tuple[Path, ...]:
     return (FOLDER, *(Path(point.load()) for point in entry_points(group=ENTRY_POINT_GROUP)))
 
 
-def dataset_names() -> list[str]:
-    """Names of the catalogue's datasets, in alphabetical order."""
-    return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
+def dataset_names(beside: str | Path | None = None) -> list[str]:
+    """Names of the catalogue's datasets, and of those whose YAML lies in a folder of data, in alphabetical order."""
+    places = (*folders(), *([] if beside is None else [Path(beside)]))
+    return sorted({path.stem for folder in places for path in folder.glob("*.yaml")})
+
+
+def source_of(name: str, folder: str | Path) -> str:
+    """What `load_spec` is to be given: the YAML beside the data (FOLDER/NAME.yaml) if there is one, else the name."""
+    beside = Path(folder) / f"{name}.yaml"
+    return str(beside) if beside.is_file() else name
 
 
 def find_spec(name: str, folder: str | Path) -> DatasetSpec:
     """A dataset whose YAML lies beside its data (FOLDER/NAME.yaml), else one of the catalogue or a path."""
-    beside = Path(folder) / f"{name}.yaml"
-    return load_spec(str(beside) if beside.is_file() else name)
+    return load_spec(source_of(name, folder))
 
 
 def load_spec(name_or_path: str) -> DatasetSpec:
     """The specification of a dataset of the catalogue, or of the user's own YAML file."""
     if name_or_path in dataset_names():
-        path = next(path for folder in folders() if (path := folder / f"{name_or_path}.yaml").is_file())
-    elif name_or_path.endswith((".yaml", ".yml")):
-        path = Path(name_or_path)
-    else:
+        return _of_catalogue(name_or_path)
+    if not name_or_path.endswith((".yaml", ".yml")):
         close = difflib.get_close_matches(name_or_path.lower(), dataset_names(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(dataset_names())};"
         raise UserError(f"dataset {name_or_path}: unknown; {hint} A dataset of your own is a path to a .yaml")
-    return parse_spec(read_yaml(path), str(path), path.stem)
+    spec = parse_spec(read_yaml(name_or_path), name_or_path, Path(name_or_path).stem)
+    if spec.name in dataset_names() and spec.fingerprint != _of_catalogue(spec.name).fingerprint:
+        raise UserError(f"{name_or_path}: {spec.name} is another dataset's name in the catalogue; choose another name")
+    return spec
+
+
+def _of_catalogue(name: str) -> DatasetSpec:
+    path = next(path for folder in folders() if (path := folder / f"{name}.yaml").is_file())
+    return parse_spec(read_yaml(path), str(path), name)
 
 
 def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:
     """The checked specification in a YAML file's data; `place` is named in errors, `name` is the default name."""
-    check = _Checker(place)
-    check.known_keys(data, KEYS, "")
-    options = data.get("options", {})
-    if "options" in data:
-        check.known_keys(options, OPTION_KEYS, "options.")
-    spec = DatasetSpec(
-        name=check.text(data, "name", name),
-        version=check.version(data),
-        source=check.text(data, "source"),
-        fields=check.texts(data, "fields"),
-        template=check.text(data, "template"),
-        label=check.text(data, "label", "label"),
-        label_words=check.texts(data, "label_words", ()),
-        label_names=check.texts(data, "label_names", ()),
-        options_from=check.text_or_texts(options, "from", () if "options" not in data else None),
-        options_label=check.text(options, "label", "{option}"),
-        options_names=check.text(options, "names", ""),
-        cut=check.mapping(data, "cut", str),
-        splits={"train": "train", "valid": "validation"} | check.mapping(data, "splits", str),
-        hub=_hub(data.get("hub", {}), check),
-        rows=_rows(data.get("rows", {}), check),
-        papers=check.mapping(data, "papers", dict),
-        note=check.text(data, "note", ""),
-    )
-    _check_together(spec, check)
-    return spec
-
-
-def _hub(data: Any, check: "_Checker") -> dict[str, Any]:
-    """The key `hub`, checked; empty where it is left out."""
-    if data == {}:
-        return {}
-    check.known_keys(data, HUB_KEYS, "hub.")
-    hub: dict[str, Any] = {key: check.text(data, key) for key in ("repo", "revision")}
-    hub["files"], hub["sha256"] = check.mapping(data, "files", str), check.mapping(data, "sha256", str)
-    if set(hub["files"]) != {"train", "valid"}:
-        check.fail("hub.files must name the file of train and that of valid")
-    for path in hub["files"].values():
-        if Path(path).is_absolute() or ".." in Path(path).parts or not Path(path).suffix:
-            check.fail(f"hub.files: {path!r} is not the path of a file in the repository")
-    if unknown := set(hub["sha256"]) - set(hub["files"]):
-        check.fail(f"hub.sha256.{min(unknown)}: only train and valid are used")
-    check.hashes("hub.sha256", hub["sha256"].values())
-    return hub
-
-
-def _rows(data: Any, check: "_Checker") -> dict[str, dict[str, Any]]:
-    """The key `rows`, checked."""
-    check.known_keys(data, ("train", "valid"), "rows.")
-    for split, known in data.items():
-        check.known_keys(known, ROW_KEYS, f"rows.{split}.")
-        count, single = known.get("count"), known.get("single", {})
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            check.fail(f"rows.{split}.count must be the number of rows")
-        if not isinstance(single, dict) or not all(type(row) is int and 0 <= row < count for row in single):
-            check.fail(f"rows.{split}.single must be a mapping from numbers of rows (from 0) to their sha256")
-        sums = [known["sha256"]] if "sha256" in known else []
-        check.hashes(f"rows.{split}", [*sums, *single.values()])
-    return {split: dict(known) for split, known in data.items()}
-
-
-def _check_together(spec: DatasetSpec, check: "_Checker") -> None:
-    """What the keys must fulfil together."""
-    for file_name in (spec.name, *spec.splits.values()):
-        if re.search(r"[/\\\x00]", file_name):
-            check.fail(f"{file_name!r} is part of file names and must not hold / or \\")
-    if spec.has_classes == bool(spec.options_from):
-        check.fail("give either label_words (the same for all rows) or options (of each row)")
-    if spec.has_classes and len(spec.label_words) < 2:
-        check.fail("label_words must hold at least two words")
-    if isinstance(spec.options_from, tuple) and len(spec.options_from) == 1:
-        check.fail("options.from must name a list field, or at least two fields")
-    if spec.label_names and isinstance(spec.options_from, str) and spec.options_from:
-        check.fail("label_names needs a fixed number of options; with a list field use options.names")
-    number = len(spec.label_words) or len(spec.options_from)
-    if spec.label_names and len(spec.label_names) != number:
-        check.fail(f"label_names has {len(spec.label_names)} entries for {number} labels")
-    for words in (spec.label_words, spec.label_names):
-        word, number = next(iter(Counter(words).most_common(1)), ("", 0))
-        if number > 1:
-            check.fail(f"label {word!r} stands twice in label_words or label_names")
-    if unknown := set(spec.splits) - {"train", "valid"}:
-        check.fail(f"splits.{min(unknown)}: only train and valid are used")
-    if unknown := set(spec.cut) - set(spec.fields):
-        check.fail(f"cut.{min(unknown)}: not among fields")
-    known = {*spec.fields, *(f"{name}_{part}" for name in spec.cut for part in ("before", "after"))}
-    known |= {"option"} if spec.options_from else set()
-    for key, template in (("template", spec.template), ("options.label", spec.options_label)):
-        allowed = known | {"option"} if key == "options.label" else known
-        for placeholder in PLACEHOLDER.findall(template):
-            if placeholder not in allowed:
-                check.fail(f"{key} uses {{{placeholder}}}, which is not among fields ({', '.join(sorted(allowed))})")
-        if stray := re.search(r"[{}]", PLACEHOLDER.sub("", template)):
-            check.fail(f"{key} has a {stray[0]} that belongs to no {{field}}; write {{name}} without spaces")
-    if not PLACEHOLDER.search(spec.template):
-        check.fail(f"template names no field, so all inputs would be alike; use {{{spec.fields[0]}}}")
-
-
-class _Checker:
-    """Reads single keys of one YAML file and names file, key and remedy when one is wrong."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def fail(self, what: str) -> NoReturn:
-        raise UserError(f"{self.place}: {what}; see docs/adding_a_dataset.md")
-
-    def known_keys(self, data: Any, known: tuple[str, ...], prefix: str) -> None:
-        if not isinstance(data, dict):
-            self.fail(f"{prefix.rstrip('.') or 'the file'} must be a mapping (key: value lines)")
-        for key in data:
-            if key not in known:
-                self.fail(f"unknown key {prefix}{key}; {nearest(str(key), known)}")
-
-    def text(self, data: dict[str, Any], key: str, default: str | None = None) -> str:
-        value = data.get(key, default)
-        if not isinstance(value, str) or (default is None and not value.strip()):
-            self.fail(f"{key} must be a text" + ("" if key in data else " and is missing"))
-        return value
-
-    def texts(self, data: dict[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        value = data.get(key, default)
-        if default is not None and key not in data:
-            return default
-        if not isinstance(value, list) or not value or not all(isinstance(x, str) and x.strip() for x in value):
-            self.fail(f"{key} must be a list of texts (quote words such as Yes, No, True and numbers)")
-        return tuple(value)
-
-    def text_or_texts(self, data: dict[str, Any], key: str, default: tuple[str, ...] | None) -> str | tuple[str, ...]:
-        if isinstance(data.get(key), str):
-            return self.text(data, key)
-        return self.texts(data, key, default)
-
-    def mapping(self, data: dict[str, Any], key: str, kind: type) -> dict[str, Any]:
-        value = data.get(key, {})
-        if not isinstance(value, dict) or not all(
-            isinstance(k, str) and isinstance(v, kind) and v for k, v in value.items()
-        ):
-            self.fail(f"{key} must be a mapping from names to {'texts' if kind is str else 'mappings'}")
-        return value
-
-    def hashes(self, key: str, values: Iterable[Any]) -> None:
-        for value in values:
-            if not isinstance(value, str) or not SHA256.fullmatch(value):
-                self.fail(f"{key}: {str(value)[:80]!r} is not a sha256 of 64 lower-case hexadecimal digits")
-
-    def version(self, data: dict[str, Any]) -> int:
-        value = data.get("version")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.fail("version must be a whole number from 1, raised whenever the template or the labels change")
-        return value
+    data = {"name": name} | data if isinstance(data, dict) else data
+    return validated(DatasetSpec, data, place, "see docs/adding_a_dataset.md")

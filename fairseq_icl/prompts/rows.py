@@ -79,20 +79,20 @@ def compare_rows(
     known = spec.rows.get(split)
     if known is None:
         return None
-    if len(rows) != known["count"]:
-        return Comparison("other", f"not the papers' rows: {len(rows):,}, the papers' file has {known['count']:,}")
-    if "sha256" in known and (record or record_rows(spec, rows)).sha256 == known["sha256"]:
+    if len(rows) != known.count:
+        return Comparison("other", f"not the papers' rows: {len(rows):,}, the papers' file has {known.count:,}")
+    if known.sha256 and (record or record_rows(spec, rows)).sha256 == known.sha256:
         return Comparison("same", "row for row those of the papers")
-    if (pinned := spec.hub.get("sha256", {}).get(split)) and _sum_of_file(folder, spec, split) == pinned:
+    if (pinned := spec.hub and spec.hub.sha256.get(split)) and _sum_of_file(folder, spec, split) == pinned:
         return Comparison("same", "row for row those of the papers (the hub's own file)")
-    if "sha256" in known:
+    if known.sha256:
         return Comparison("other", "not the papers' rows: as many, but other ones or in another order")
-    single = known.get("single", {})
-    for number, sha256 in single.items():
+    for number, sha256 in known.single.items():
         if hash_row(spec, rows[number]) != sha256:
             return Comparison("other", f"not the papers' rows: as many, but row {number:,} is another one")
-    if single:
-        return Comparison("fitting", f"as many rows as the papers' file; the {len(single)} that are known are in place")
+    if known.single:
+        told = f"the {len(known.single)} that are known are in place"
+        return Comparison("fitting", f"as many rows as the papers' file; {told}")
     return Comparison("unknown", "as many rows as the papers' file; whether they are in its order is not known")
 
 

@@ -6,11 +6,11 @@ demonstrations come from numpy's legacy one.
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.files import read_small
 from fairseq_icl.settings import Settings
 
 VALIDATION_SEED = 1
@@ -50,7 +50,7 @@ def demonstration_rows(golds: Sequence[int], classes: Sequence[str], settings: S
 def read_rows(path: str) -> list[int]:
     """The row numbers in a file, one in a line; what follows a # does not count."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_small(path).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(
             f"demonstrations={path}: cannot be read ({error}); give first, balanced, or a text file of row numbers"

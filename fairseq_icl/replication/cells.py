@@ -1,47 +1,35 @@
 """A cell: one number-producing unit of a run, and the keys under which it and the observations it needs are stored.
 
 A key is a hash of all that a result depends on: the settings that make a difference, the files of model and data, and
-the code that computes it.
+the version of every stage that computes it.
 """
 
-import ast
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fairseq_icl.files import PACKAGE, sha256_of
+from fairseq_icl.files import sha256_of
 from fairseq_icl.metrics import get_metric, metric_names
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.readers import find_split
 from fairseq_icl.prompts.sampling import read_rows
-from fairseq_icl.settings import OBSERVED, OF_TRAINING, PROMPTS, Settings
-from fairseq_icl.training.methods import get_method
+from fairseq_icl.settings import OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
+from fairseq_icl.training.methods import get_method, method_names
 
 KEY_LENGTH = 20
 OWN = "fairseq_icl."
-COMMON = (
-    "settings.py",
-    "files.py",
-    "compat.py",
-    "prompts",
-    "models",
-    "observing",
-    "replication/engine.py",
-    "replication/sharing.py",
-)
-CODE: dict[str, tuple[str, ...]] = {
-    "zsl": COMMON,
-    "icl": COMMON,
-    "ft": (*COMMON, "training", "tasks", "criterions"),
-    "metrics": (*COMMON, "training", "tasks", "criterions", "metrics", "results", "replication/cells.py"),
-}
-"""The parts of the package that each observation, and the table made of them, runs through."""
+STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 2}
+"""The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
+when); what was computed with another version is then computed again."""
+OBSERVING = ("prompts", "weights", "observing")
+PASSED = {"zsl": OBSERVING, "icl": OBSERVING, "ft": (*OBSERVING, "training"), "cell": tuple(STAGES)}
+"""The stages that an observation, or a whole cell, passes."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +46,8 @@ class Cell:
     """Where the dataset's YAML comes from: its name in the catalogue or a path."""
     rates: tuple[tuple[str, float], ...] = ()
     """Learning rates of the two methods that a cell compares, where each has its own; `settings.lr` is then None."""
+    lender: str = ""
+    """The model that the learning rate was made for, where it is another one."""
 
     @property
     def init(self) -> str:
@@ -89,6 +79,7 @@ class Cell:
         """The cell with another method or other settings."""
         if method in dict(self.rates):
             settings = {"lr": dict(self.rates)[method], **settings}
+        settings |= get_method(method).settings if method else {}
         return replace(self, method=method or self.method, settings=replace(self.settings, **settings), rates=())
 
     def configuration(self) -> dict[str, Any]:
@@ -97,17 +88,24 @@ class Cell:
         described = {"model": self.model, "dataset": self.dataset, "method": self.method, "settings": settings}
         return described | ({"rates": dict(self.rates)} if self.rates else {})
 
-    def observed(self, setting: str) -> "Cell":
-        """The cell with all that makes no difference to the observation of `setting` (zsl, icl, ft) at a fixed value.
+    def observed(self, condition: str) -> "Cell":
+        """The cell with all that makes no difference to the observation of a condition (zsl, icl, ft) at a fixed value.
 
         Two cells with the same result share the observation.
         """
-        settings = self.settings.relevant_to(OBSERVED[setting])
-        method = self.method if setting == "ft" else setting
-        if setting == "ft":
+        settings = self.settings.relevant_to(OBSERVED[condition])
+        method = self.method if condition == "ft" else condition
+        if condition == "ft":
             idle = {name: known.default for name, known in OF_TRAINING.items() if not get_method(method).reads(known)}
             settings = replace(settings, **idle)
-        return replace(self, method=method, variant="", source="", settings=settings, rates=())
+        return replace(self, method=method, variant="", source="", settings=settings, rates=(), lender="")
+
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that are not at their default; where each method has its own learning rate, all of them."""
+        changed = {
+            name: value for name, known in SETTINGS.items() if (value := getattr(self.settings, name)) != known.default
+        }
+        return changed | ({"lr": dict(self.rates)} if self.rates else {})
 
     def prompts_key(self) -> tuple[str, Settings]:
         """What tells its prompts from others': the content of the dataset's YAML, and the settings that count."""
@@ -118,53 +116,54 @@ class Cell:
         return self.settings.relevant_to(("weights",))
 
 
-def key_of(cell: Cell, files: ModelFiles, data: Path, setting: str = "") -> str:
-    """The key of the cell, or of its observation of `setting`."""
-    described = cell.observed(setting) if setting else cell
-    prints = {
-        "model": files.sha256,
-        "dictionary": file_hash(files.dictionary) if files.dictionary else "",  # a folder's hash covers all its files
-        "data": data_hash(data, cell.spec),
-        **{f"tokenizer.{name}": file_hash(path) for name, path in files.tokenizer.items()},
-        "bpe": str(files.bpe),
-        "code": code_version(CODE[setting or "metrics"]),
-    }
-    if described.settings.demonstrations not in ("first", "balanced"):
-        prints["demonstrations"] = json.dumps(read_rows(described.settings.demonstrations))
-    if setting not in ("zsl", "icl"):
-        prints["method"] = json.dumps(asdict(get_method(cell.method)))
-    if not setting:
-        prints["metrics"] = foreign_metrics()
-    text = json.dumps([described.configuration(), prints], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
+class Keys:
+    """Keys of cells, their observations, prompts and models, for one model and one folder of data."""
+
+    def __init__(self, files: ModelFiles, data: Path):
+        self.files, self.data = files, data
+        self._keys: dict[tuple[Cell, str], str] = {}
+
+    def of(self, cell: Cell, kind: str = "cell") -> str:
+        """Key of the cell, or of its observation of a condition (zsl, icl, ft)."""
+        if (cell, kind) not in self._keys:
+            described = cell if kind == "cell" else cell.observed(kind)
+            prints: dict[str, Any] = self.prints(cell, kind)
+            if described.settings.demonstrations not in ("first", "balanced"):
+                prints["demonstrations"] = read_rows(described.settings.demonstrations)
+            if kind not in ("zsl", "icl"):
+                methods = {cell.method, *get_method(cell.method).trained, described.settings.layer_clip_value}
+                prints["methods"] = [asdict(get_method(name)) for name in method_names() if name in methods]
+            self._keys[cell, kind] = _hash(described.configuration(), prints)
+        return self._keys[cell, kind]
+
+    def of_prompts(self, cell: Cell) -> str:
+        """Key of its prompts."""
+        return "prompts-" + _hash(cell.prompts_key()[0], asdict(cell.prompts_key()[1]), self.prints(cell))
+
+    def of_model(self, cell: Cell) -> str:
+        """Key of its model before fine-tuning."""
+        return "model-" + _hash(asdict(cell.model_key()), self.prints(cell))
+
+    def prints(self, cell: Cell, kind: str = "cell") -> dict[str, str]:
+        """What a result depends on besides its settings: the files of model and data, and the versions of stages."""
+        named = {f"tokenizer.{name}": file_hash(path) for name, path in self.files.tokenizer.items()}
+        dictionary = file_hash(self.files.dictionary) if self.files.dictionary else ""  # a folder's hash covers it
+        stages = ", ".join(f"{stage} {STAGES[stage]}" for stage in PASSED[kind])
+        prints = {"model": self.files.sha256, "dictionary": dictionary, "data": data_hash(self.data, cell.spec)}
+        return prints | named | {"bpe": str(self.files.bpe), "stages": stages}
 
 
-@cache
-def code_version(parts: Iterable[str]) -> str:
-    """Hash of the source code of some parts of the package; comments, docstrings and layout do not count."""
-    digest = hashlib.sha256()
-    for part in parts:
-        path = PACKAGE / part
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(str(file.relative_to(PACKAGE)).encode())
-            digest.update(_code_of(file.read_text(encoding="utf-8")).encode())
-    return digest.hexdigest()
+def _hash(*content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
 
 
-def _code_of(source: str) -> str:
-    """`source` as a syntax tree without docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and body:
-            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
-    return ast.dump(tree)
-
-
-def foreign_metrics() -> str:
-    """Names and code of the metrics that other packages added."""
-    added = [metric for metric in map(get_metric, metric_names()) if not metric.compute.__module__.startswith(OWN)]
-    return json.dumps({metric.name: _source_of(metric.compute) for metric in added}, sort_keys=True)
+def foreign_metrics() -> dict[str, str]:
+    """Names of the metrics that other packages added, with the hash of their code."""
+    computed = {metric.name: metric.compute for metric in map(get_metric, metric_names())}
+    functions = {name: getattr(compute, "func", compute) for name, compute in computed.items()}  # behind a partial
+    added = {name: function for name, function in functions.items() if not function.__module__.startswith(OWN)}
+    given = {name: str(getattr(computed[name], "keywords", "")) for name in added}
+    return {name: _hash(_source_of(function), given[name]) for name, function in added.items()}
 
 
 def _source_of(function: Callable[..., Any]) -> str:

@@ -4,11 +4,12 @@ The settings of settings.py are keys of the configuration without standing in a 
 store as the group `settings`.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -17,30 +18,39 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB, split_name
 from fairseq_icl.files import PACKAGE, read_yaml
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
+from fairseq_icl.typed import Typed, validated
 
 FOLDER = PACKAGE / "config"
 CONFIG_NAME = "replicate"
 MODEL_FILE = (".yaml", ".yml")
 GRID = ("seed", "permutation", "init")
-"""Settings of which a run may have several values; null is what the paper says."""
+"""Settings of which the papers have several values; null is what the paper says."""
 NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
 """Reading -> what init=no-training, the second paper's baseline, means in it."""
 FROM_PAPER = (*GRID, "num_demonstrations", "lr")
-LISTS = ("dataset", "datasets", "method", "init", "seed", "permutation", "plugins", "tables")
+LISTS = ("dataset", "datasets", "method", "plugins", "tables")
+GROUPS = ("model", "experiment")
+COMMA_TEXTS = ("train_parameters", "layer_clip_value")
+"""Settings whose one value is a text with commas; several values are given as ["A,B","C"]."""
 DEMO = {"data": "demo", "paper": "demo", "datasets": "[demo_sentiment,demo_subjectivity]"}
-BARE_LIST = re.compile(rf"(?P<key>{'|'.join(LISTS)})=(?P<values>[^\[\]{{}}'\"()]+,[^\[\]{{}}'\"()]+)")
+OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
+BARE_LIST = re.compile(r"[^\[\]{}'\"()]+,[^\[\]{}'\"()]+")
+OTHER_NAMES = {"k": "num_demonstrations", "dataset": "datasets", "cluster": "cluster.kind"}
+"""Words that people type, and the keys they mean. (Hydra would take dataset= for a choice of a file in dataset/.)"""
 
 
 def register_settings() -> None:
     """Make every setting a key of Hydra's configuration."""
     # null: not said. Differences between code and paper follow the reading, some others the paper's settings.
     defaults = {
-        name: None if known.is_reading or name in FROM_PAPER else known.default for name, known in SETTINGS.items()
+        name: None if known.is_reading or name in (*FROM_PAPER, "device") else known.default
+        for name, known in SETTINGS.items()
     }
     ConfigStore.instance().store(name="settings", node={**defaults, "init": ["pretrained"]}, provider="fairseq_icl")
 
@@ -48,34 +58,57 @@ def register_settings() -> None:
 register_settings()
 
 
-def friendly(overrides: Sequence[str], *, sweep: bool) -> list[str]:
+def friendly(overrides: Sequence[str]) -> list[str]:
     """Overrides as people type them -> as Hydra wants them.
 
-    `seed=1,2,3` is a list unless a sweep is asked for (-m), `model=PATH` names a checkpoint or a folder, and `dataset=`
-    means `datasets=`: the folder dataset/ makes Hydra take the former for a choice of one file.
+    `seed=1,2,3` is a list, `model=PATH` names a checkpoint or a folder, `k=4` is num_demonstrations.
     """
     result = []
-    if "model=demo" in overrides:  # the shipped model comes with its data
-        given = {override.partition("=")[0] for override in overrides}
-        result += [f"{key}={value}" for key, value in DEMO.items() if not {key, key.removesuffix("s")} & given]
+    if any(override.lstrip("+") == "model=demo" for override in overrides):  # the shipped model comes with its data
+        given = {OTHER_NAMES.get(key := override.lstrip("+").partition("=")[0], key) for override in overrides}
+        if "data" not in given:
+            result += [f"{key}={value}" for key, value in DEMO.items() if key not in given]
+        elif not given & {"datasets", "experiment"}:
+            raise UserError("model=demo data=DATA: which datasets of the folder? Give dataset=NAME, or experiment=NAME")
     for override in overrides:
-        if not sweep and (match := BARE_LIST.fullmatch(override)):
-            override = f"{match['key']}=[{match['values']}]"
-        override = re.sub(r"^dataset=", "datasets=", override)
-        key, _, value = override.partition("=")
-        if key == "model" and "," not in value and _is_path(value):
-            result.append("model=checkpoint")
-            if value.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
-                result.append(f"model.file={quoted(value)}")
-            if not value.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
-                result.append(f"model.path={quoted(value)}")
+        match = OVERRIDE.fullmatch(override)
+        if match is None:
+            result.append(override)
             continue
-        if key.split(".")[0] in ("vary", "variants"):  # mappings that Hydra would not let grow
-            override = f"++{override}"
-        if key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
-            override = f"{key}={quoted(value)}"
-        result.append(override)
+        sign, key, value = match["sign"], OTHER_NAMES.get(match["key"], match["key"]), match["value"]
+        _check_choice(key, value)
+        if key == "model" and "," not in value and _is_path(value):
+            result += _model_at(value, overrides)
+            continue
+        if key in COMMA_TEXTS and BARE_LIST.fullmatch(value):
+            value = quoted(value)
+        elif (key in LISTS or key in SETTINGS) and BARE_LIST.fullmatch(value):
+            value = f"[{value}]"
+        elif key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
+            value = quoted(value)
+        if key.split(".")[0] in ("vary", "variants") or key.startswith("cluster.options."):
+            sign = "++"  # mappings that Hydra would not let grow
+        result.append(f"{sign}{key}={value}")
     return result
+
+
+def _check_choice(key: str, value: str) -> None:
+    """Refuse a model or an experiment that there is no YAML file for (Hydra would offer fairseq's architectures)."""
+    known = [path.stem for path in (FOLDER / key).glob("*.yaml")] if key in GROUPS else []
+    for word in value.split(",") if re.fullmatch(r"[\w.,-]+", value) else ():
+        if known and word not in known and not _is_path(word):
+            also = "" if key != "model" else "; or give a path of a checkpoint or of a folder, or hub:OWNER/NAME"
+            raise UserError(f"{key}={word}: unknown {key}; {nearest(word, known)}{also}")
+
+
+def _model_at(path: str, overrides: Sequence[str]) -> list[str]:
+    """`model=PATH` in Hydra's words."""
+    words = ["model=checkpoint"]
+    if path.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
+        words.append(f"model.file={quoted(path)}")
+    if not path.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
+        words.append(f"model.path={quoted(path)}")
+    return words
 
 
 def _is_path(model: str) -> bool:
@@ -91,17 +124,21 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def first_of_each(overrides: Sequence[str]) -> list[str]:
-    """A sweep's overrides with the first value of each swept one: what its first job runs."""
+def each_of(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of every run that they ask for: `model=125m,355m` or `reading=authors,paper` are two.
+
+    (Lists of settings, datasets and methods are the grid of one run.)
+    """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        swept = [next(iter(one.sweep_string_iterator())) if one.is_sweep_override() else None for one in parsed]
+        values = [list(one.sweep_string_iterator()) if one.is_sweep_override() else None for one in parsed]
     except (HydraException, ValueError, RecursionError) as error:
         raise UserError(explain(error)) from error
-    result = []
-    for override, text, first in zip(parsed, overrides, swept, strict=True):
-        result.append(text if first is None else f"{override.get_key_element()}={first}")
-    return result
+    words = [
+        [text] if several is None else [f"{one.get_key_element()}={value}" for value in several]
+        for one, text, several in zip(parsed, overrides, values, strict=True)
+    ]
+    return [friendly(chosen) for chosen in itertools.product(*words)]
 
 
 def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
@@ -113,8 +150,8 @@ def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
     # The last three: a group that is no word (model=3), numbers of thousands of digits, brackets nested without end.
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(explain(error)) from error
-    if added := [text for text in overrides if re.match(r"\+\+?hydra\.(?!launcher\.)", text)]:
-        raise UserError(f"{added[0]}: not a key of Hydra's; only those of hydra.launcher can be added")
+    if added := [text for text in overrides if re.match(r"[+~]*hydra[./]", text)]:
+        raise UserError(f"{added[0]}: Hydra's own settings are not for users here; leave it out")
     return plain(config)
 
 
@@ -149,64 +186,143 @@ def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(said, dict) or not isinstance(said.get("path"), str):
         raise UserError(f"{file}: not a model's YAML file; it needs at least the line path: CHECKPOINT_OR_FOLDER")
     for key in said:
-        if key not in MODEL_KINDS:
-            raise UserError(f"{file}: unknown key {key}; {nearest(str(key), MODEL_KINDS)}")
+        if key not in ModelConfiguration.model_fields:
+            raise UserError(f"{file}: unknown key {key}; {nearest(str(key), ModelConfiguration.model_fields)}")
     unsaid = read_yaml(FOLDER / "model" / "checkpoint.yaml") | {"path": file}
     given = {key: value for key, value in model.items() if value != unsaid.get(key)}
     return {**model, **said, **given}
 
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "paper": (str,),
-    "data": (str,),
-    "out": (str,),
-    "plugins": (list,),
-    "datasets": (str, list),
-    "method": (str, list),
-    "lr_scale": (int, float),
-    "reading": (str,),
-    "variants": (dict,),
-    "vary": (dict,),
-    "audit": (bool,),
-    "plain": (bool,),
-    "skip": (list,),
-    "published_settings": (dict,),
-    "tables": (list,),
-    "workers": (int,),
-    "launcher": (str,),
-    "share": (str, type(None)),
-    "slurm": (dict,),
-    "quiet": (bool,),
-    "dry_run": (bool,),
-    "model": (dict,),
+LOCAL = "local"
+QUEUES = {
+    "slurm": ("SLURMCluster", "sbatch"),
+    "pbs": ("PBSCluster", "qsub"),
+    "lsf": ("LSFCluster", "bsub"),
+    "sge": ("SGECluster", "qsub"),
+    "htcondor": ("HTCondorCluster", "condor_submit"),
 }
-"""The keys of replicate.yaml that are no settings, and what they may hold."""
-MODEL_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str, type(None)),
-    "path": (str,),
-    "bpe": (str, type(None)),
-    "tokenizer": (str, type(None)),
-    "archive": (str, type(None)),
-    "beside": (dict,),
-    "random": (bool,),
-    "shape": (dict, type(None)),
-    "learning_rates": (dict,),
-}
-SLURM_KINDS: dict[str, tuple[type, ...]] = {
-    "partition": (str, type(None)),
-    "time": (int, float, type(None)),
-    "memory": (int, float, type(None)),
-    "cpus": (int,),
-    "gpus": (int,),
-    "jobs": (int, type(None)),
-    "options": (list,),
-    "wait": (bool,),
-}
-LAUNCHERS = ("local", "slurm")
-WORDS = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false", type(None): "null"}
+"""Queueing systems that `cluster=` may name, the class of dask-jobqueue for each, and the command that submits jobs."""
+SCHEDULER = "tcp://"
+SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 MAX_PATH, MAX_NAME, MAX_SCALE = 4095, 255, 1e12
 """Longest path and longest name in one, in bytes, as Linux has them; and what a learning rate is at most scaled by."""
+
+
+def _is_path_or_word(text: str) -> str:
+    if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
+        raise ValueError(f"{text[:80]}...: not a path; give one of a file or folder")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_is_path_or_word)]
+
+
+class ClusterSettings(Typed):
+    """`cluster=` and `cluster.*`: where workers are started (docs/clusters.md)."""
+
+    kind: str = LOCAL
+    """local, a queueing system, or the address tcp://HOST:PORT of a running Dask scheduler."""
+    jobs: int = Field(4, ge=1, le=1000)
+    cpus: int = Field(4, ge=1, le=1024)
+    memory: str = "16GB"
+    walltime: int = Field(240, ge=2, le=100_000)
+    queue: str | None = None
+    account: str | None = None
+    interface: str | None = None
+    options: dict[str, Any] = {}
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in (LOCAL, *QUEUES) and not kind.startswith(SCHEDULER):
+            close = nearest(kind, (LOCAL, *QUEUES))
+            raise ValueError(f"{kind[:80]} is none of local, {', '.join(QUEUES)}, {SCHEDULER}HOST:PORT; {close}")
+        return kind
+
+
+class FileBeside(Typed, extra="allow"):
+    """A file that has to lie beside a checkpoint."""
+
+    url: str
+    sha256: str
+
+
+class ModelConfiguration(Typed):
+    """`model.*`: config/model/*.yaml, or a file of the user's."""
+
+    name: str | None
+    path: PathText
+    bpe: str | None
+    tokenizer: PathText | None
+    archive: str | None
+    beside: dict[str, FileBeside]
+    random: bool
+    shape: dict[str, Any] | None
+    learning_rates: dict[str, Any]
+
+
+class RunConfiguration(Typed):
+    """The keys of replicate.yaml that are no settings."""
+
+    name: str = Field(min_length=1)
+    paper: str
+    data: PathText
+    out: PathText = Field(min_length=1)
+    plugins: list[Any]
+    datasets: str | list[Any]
+    method: str | list[Any]
+    lr_scale: float = Field(ge=0, le=MAX_SCALE, allow_inf_nan=False)
+    reading: str
+    variants: dict[Any, Any]
+    vary: dict[Any, Any]
+    audit: bool
+    plain: bool
+    skip: list[Any]
+    published_settings: dict[Any, Any]
+    tables: list[Any]
+    average_over: list[Literal["seed", "permutation"]]
+    workers: int = Field(ge=1, le=1000)
+    cluster: ClusterSettings
+    share: str | None
+    quiet: bool
+    dry_run: bool
+    model: ModelConfiguration
+
+    @field_validator("name", "out")
+    @classmethod
+    def _in_one_line(cls, text: str) -> str:
+        if not text.strip() or not text.isprintable():
+            raise ValueError("must be a text that is not empty, in one line")
+        return text
+
+    @field_validator("plugins")
+    @classmethod
+    def _modules(cls, plugins: list[Any]) -> list[Any]:
+        for module in plugins:
+            if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+                raise ValueError(
+                    f"{str(module)[:80]}: must be a list of names of modules, such as [my_package.metrics]"
+                )
+        return plugins
+
+    @model_validator(mode="after")
+    def _processes(self) -> "RunConfiguration":
+        share_of(self.share)
+        if self.workers > 1 and (self.cluster.kind != LOCAL or self.share is not None):
+            raise ValueError("workers: neither with cluster= (cluster.jobs=N) nor with share=")
+        if self.share is not None and self.cluster.kind != LOCAL:
+            raise ValueError("share: not with cluster=, which spreads the work itself")
+        return self
+
+
+def share_of(text: str | None) -> tuple[int, int]:
+    """`share=2/8` as numbers; (1, 1) is the whole plan."""
+    if text is None:
+        return 1, 1
+    match = SHARE.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"share={text[:80]}: must be like 2/8, the second of eight parts")
+    return int(match[1]), int(match[2])
 
 
 def check(values: dict[str, Any]) -> None:
@@ -214,39 +330,28 @@ def check(values: dict[str, Any]) -> None:
 
     A model without a name gets that of its folder.
     """
-    _check_kinds(values, KINDS, "")
-    _check_kinds(values["model"], MODEL_KINDS, "model.")
-    _check_kinds(values["slurm"], SLURM_KINDS, "slurm.")
-    check_processes(values)
-    for key in GRID:
+    if missing := [key for key in SETTINGS if key not in values]:
+        raise UserError(f"{missing[0]}: is missing; leave it in, it has a default")
+    unknown = [key for key in values if key not in SETTINGS and key not in RunConfiguration.model_fields]
+    if unknown:
+        raise UserError(
+            f"{unknown[0]}: unknown key; {nearest(unknown[0], [*SETTINGS, *RunConfiguration.model_fields])}"
+        )
+    validated(RunConfiguration, {key: value for key, value in values.items() if key not in SETTINGS})
+    for key, setting in SETTINGS.items():
         if values[key] == []:
             raise UserError(f"{key}=[]: give at least one value, or leave the setting out")
-    for key, known in SETTINGS.items():
-        for single in values[key] if isinstance(values[key], list) and key in GRID else [values[key]]:
+        for single in values[key] if isinstance(values[key], list) else [values[key]]:
             if key == "init" and single == "no-training":
                 continue
             if single != values[key] or not (single is None or (key == "seed" and single == "first")):
-                known.check(single)
+                setting.check(single)
     check_reading(values["reading"])
-    check_scale(values["lr_scale"])
-    for module in values["plugins"]:
-        if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
-            raise UserError(f"plugins={module}: must be a list of names of modules, such as [my_package.metrics]")
     model = values["model"]
-    for text in (values["data"], values["out"], model["path"], model["tokenizer"] or ""):
-        if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
-            raise UserError(f"{text[:80]}...: not a path; give one of a file or folder")
     if model["name"] is None:
         model["name"] = _name_of(model["path"]) or "model"
-    check_name("model.name", model["name"])
-    for name, file in model["beside"].items():
-        check_name("model.beside", str(name))
-        if not isinstance(file, dict) or not all(isinstance(file.get(key), str) for key in ("url", "sha256")):
-            raise UserError(f"model.beside.{name}: must have url and sha256")
-    if not values["name"].strip() or not values["name"].isprintable():
-        raise UserError("name: must be a text that is not empty, in one line")
-    if not values["out"].strip():
-        raise UserError("out=: give the folder for the results")
+    for key, name in (("model.name", model["name"]), *(("model.beside", name) for name in model["beside"])):
+        check_name(key, name)
 
 
 def _name_of(path: str) -> str:
@@ -257,31 +362,12 @@ def _name_of(path: str) -> str:
     return (place if place.is_dir() else place.parent).name
 
 
-def check_processes(values: dict[str, Any]) -> None:
-    """Refuse numbers of processes and what cannot go together."""
-    slurm = values["slurm"]
-    ranges: dict[str, tuple[Any, float, float]]
-    ranges = {"workers": (values["workers"], 1, 1000), "slurm.jobs": (slurm["jobs"], 1, 1000)}
-    ranges |= {"slurm.cpus": (slurm["cpus"], 1, 1024), "slurm.gpus": (slurm["gpus"], 0, 1)}
-    ranges |= {"slurm.time": (slurm["time"], 5, 1e6), "slurm.memory": (slurm["memory"], 0.1, 1e5)}
-    for key, (value, low, high) in ranges.items():
-        if value is not None and (isinstance(value, bool) or not low <= value <= high):
-            raise UserError(f"{key}={str(value)[:80]}: must be a number from {low:g} to {high:g}")
-    if values["launcher"] not in LAUNCHERS:
-        raise UserError(f"launcher={values['launcher'][:80]}: {nearest(values['launcher'], LAUNCHERS)}")
-    if values["workers"] > 1 and (values["launcher"] != "local" or values["share"] is not None):
-        raise UserError("workers: neither with launcher=slurm (slurm.jobs=N) nor with share")
-    if slurm["partition"] is not None and not re.fullmatch(r"[\w.,-]+", slurm["partition"]):
-        raise UserError(f"slurm.partition={slurm['partition'][:80]}: must be a partition's name (sinfo shows them)")
-    for option in slurm["options"]:
-        if not isinstance(option, str) or not re.fullmatch(r"-[^\s'\"]+", option):
-            raise UserError(f"slurm.options={str(option)[:80]}: must be options of sbatch, each like --account=lab")
-
-
 def check_name(key: str, name: str) -> None:
     """Refuse a name that cannot be part of a file's name."""
-    if not name.strip() or re.search(r"[/\\]", name) or name.startswith(".") or not name.isprintable():
-        raise UserError(f"{key}={name[:80]}: is part of file names; no /, no dot in front, nothing that does not print")
+    if not name.strip() or re.search(r"[/\\]|^[.=+@-]", name) or not name.isprintable():
+        raise UserError(
+            f"{key}={name[:80]}: is part of file names and tables; no /, none of . = + - @ in front, only what prints"
+        )
     if len(name.encode()) > MAX_NAME // 2:
         raise UserError(f"{key}={name[:80]}...: is part of file names; at most {MAX_NAME // 2} bytes")
 
@@ -290,20 +376,6 @@ def check_scale(value: Any) -> None:
     """Refuse a factor on the learning rate that is no number from 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SCALE:
         raise UserError(f"lr_scale={str(value)[:80]}: must be a number of at least 0")
-
-
-def _check_kinds(values: dict[str, Any], kinds: dict[str, tuple[type, ...]], prefix: str) -> None:
-    """Every key is known, none is missing, and each holds what `kinds` allow; settings have checks of their own."""
-    settings = {} if prefix else SETTINGS
-    for key, value in values.items():
-        if key not in kinds and key not in settings:
-            raise UserError(f"{prefix}{key}: unknown key; {nearest(key, [*kinds, *settings])}")
-        allowed = kinds.get(key, (object,))
-        if not isinstance(value, allowed) or (isinstance(value, bool) and allowed == (int, float)):
-            words = " or ".join(dict.fromkeys(WORDS.get(kind, "a number") for kind in allowed))
-            raise UserError(f"{prefix}{key}={str(value)[:80]}: must be {words}")
-    if missing := [key for key in (*kinds, *settings) if key not in values]:
-        raise UserError(f"{prefix}{missing[0]}: is missing; leave it in, it has a default")
 
 
 def explain(error: Exception) -> str:

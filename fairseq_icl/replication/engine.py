@@ -1,224 +1,260 @@
-"""Compute a cell: observe, fine-tune, compare, store. Everything that cells share is done once.
+"""Compute a task of the graph: build prompts, observe, fine-tune, compare, store.
 
-The base model is loaded once per process, or once for all workers of a machine (sharing.py). Observations that several
-unfinished cells need (ZSL and ICL by all methods of a run) are kept in the results folder until the last of those cells
-is finished, so neither another process nor a resumed run makes them again. Which process computes which cell when is
-scheduling.py's.
+An engine is one process's: it keeps the model that it used last. Which process computes which task when is run.py's.
 """
 
 import gc
+import importlib
 import json
 import os
+import shutil
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import give_back_memory, sha256_of
-from fairseq_icl.models import Model
+from fairseq_icl.files import give_back_memory, reason_of, remove, sha256_of, write_atomically
+from fairseq_icl.models import Model, facts_of, load_from
 from fairseq_icl.models.files import ModelFiles
+from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing import Observation, observe
-from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.prompts.build import Prompts, build_prompts
-from fairseq_icl.replication.cells import Cell, data_hash, key_of
-from fairseq_icl.replication.locks import Held
-from fairseq_icl.replication.sharing import base_model
-from fairseq_icl.replication.store import Store
-from fairseq_icl.results import provenance, read_gradient_record, write_curve, write_results
+from fairseq_icl.replication.cells import Cell, Keys, data_hash, foreign_metrics
+from fairseq_icl.replication.find_model import find_model
+from fairseq_icl.replication.folders import CellFolder, Observed, ResultsFolder
+from fairseq_icl.replication.graph import Need, Task, limits_of, observations_of, watches
+from fairseq_icl.results import provenance
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.examples import most_disagreeing
 from fairseq_icl.settings import OF_TRAINING
 from fairseq_icl.training import Watch, fine_tuned
 from fairseq_icl.training.dynamics import Curve
-from fairseq_icl.training.gradient_record import write_gradient_record
-from fairseq_icl.training.methods import get_method, method_names, training_command, training_options
+from fairseq_icl.training.methods import get_method, training_command, training_options
+from fairseq_icl.training.softmax_gradient import choose_what_learns
 
-GRADIENTS, CURVE, EXAMPLES = "gradients.parquet", "curve.parquet", "examples.json"
-OBSERVATION = "observation.safetensors"
-Observed = tuple[Observation, pd.DataFrame | None]
-"""What was seen and, of a fine-tuned model, the record of its gradients."""
+ROOM = 2**28
+"""Bytes of the disk that are left to the results when a model is shared."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to know to compute any task of a run."""
+
+    model: str
+    """What `model` is in the configuration, as JSON."""
+    sha256: str
+    """Of the model's files: hashed once a run, not by every process."""
+    data: Path
+    out: Path
+    plugins: tuple[str, ...] = ()
+    """Modules that register methods and metrics."""
+
+    def files(self) -> ModelFiles:
+        """The model's files."""
+        files = find_model(json.loads(self.model), self.out)
+        vars(files)["sha256"] = self.sha256  # a cached property
+        return files
 
 
 class Engine:
-    """Computes cells with one model; keep one per process."""
+    """Computes tasks with one model's files and one folder of data; keep one per process."""
 
-    def __init__(self, files: ModelFiles, data: Path, store: Store):
-        self.files, self.data, self.store = files, data, store
+    def __init__(self, files: ModelFiles, data: Path, folder: ResultsFolder):
+        self.files, self.data, self.folder = files, data, folder
+        self.keys = Keys(files, data)
         self._model: tuple[Any, Model] | None = None
-        self._prompts: tuple[Any, Prompts] | None = None
-        self._keys: dict[tuple[Cell, str], str] = {}
 
-    def key(self, cell: Cell, setting: str = "") -> str:
-        """Key of the cell, or of its observation of `setting`."""
-        if (cell, setting) not in self._keys:
-            self._keys[cell, setting] = key_of(cell, self.files, self.data, setting)
-        return self._keys[cell, setting]
+    def perform(self, task: Task, found: Mapping[str, Any]) -> Any:
+        """Do the task; `found` has the results of what it needs, by key. What is stored is not returned."""
+        if task.kind == "prompts":
+            return self.prompts(task.cell)
+        if task.kind == "model":
+            return self.share_model(task)
+        inputs = Inputs(found[self.keys.of_prompts(task.cell)], found.get(self.keys.of_model(task.cell)))
+        if task.kind == "cell":
+            self.compute(task.cell, inputs)
+        elif self._stored(task.key) is None:
+            seen, gradients = self.observe(task.cell, task.kind, inputs)
+            self.folder.keep_observation(task.key, seen, self._with_decoder(task.cell, inputs, gradients))
+        return None
 
-    def needs(self, cell: Cell) -> list[tuple[str, Cell, str]]:
-        """(key, cell, setting) of every observation the cell is computed from, ZSL and ICL first."""
-        trained = [(cell.changed(method=name), "ft") for name in get_method(cell.method).trained]
-        return [
-            (self.key(other, setting), other, setting) for other, setting in ((cell, "zsl"), (cell, "icl"), *trained)
-        ]
+    def prompts(self, cell: Cell) -> Prompts:
+        """The prompts of the cell."""
+        prompts = build_prompts(cell.spec, self.data, self.files.writing, cell.settings)
+        if data_hash(self.data, cell.spec, sha256_of) != data_hash(self.data, cell.spec):
+            raise UserError(f"{self.data}: the files of {cell.dataset} changed during the run; start it again")
+        return prompts
 
-    def compute(self, cell: Cell, plan: dict[str, Cell]) -> None:
-        """Compute and store a cell; `plan` has, by key, all cells that may share its observations.
-
-        Held, if another process makes one of those right now.
-        """
+    def compute(self, cell: Cell, inputs: "Inputs") -> None:
+        """Compute and store a cell."""
         start = time.perf_counter()
-        key = self.key(cell)
-        shared = self._still_needed({other: cell for other, cell in plan.items() if other != key})
-        needs = self.needs(cell)
-        seen = [self._observed(*need, keep=need[0] in shared) for need in needs[:2]]
+        inputs = inputs.of(cell)
+        needs = observations_of(cell, self.keys)
+        seen = [self._observed(need, inputs) for need in needs[:2]]
         curve = None
-        if cell.settings.curve_examples and len(needs) == 3:
-            curve, tuned = self._curve(cell, seen[0][0], seen[1][0])
-            seen.append(tuned)
+        if watches(cell):
+            watched = Curve(inputs.prompts, seen[0][0], seen[1][0], cell.settings.curve_examples)
+            seen.append(self.observe(cell, "ft", inputs, watched.after_demonstration))
+            curve = watched.finish(seen[2][0])
         else:
-            seen += [self._observed(*need, keep=need[0] in shared) for need in needs[2:]]
-        table = self.compare(cell, [observation for observation, _ in seen])
-        gradients = seen[2][1] if len(seen) == 3 else None
-        looked_at = self.examples(cell, [observation for observation, _ in seen]) if len(seen) == 3 else None
+            seen += [self._observed(need, inputs) for need in needs[2:]]
+        observations = [observation for observation, _ in seen]
+        is_single = len(seen) == 3
+        gradients = self._with_decoder(cell, inputs, seen[2][1]) if is_single else None
+        examples = self._examples(inputs.prompts, *observations) if is_single else None
+        table = self.compare(cell, inputs.prompts, observations)
+        described, made_by = self._described(cell, inputs)
 
-        def write(folder: Path) -> None:
-            self._write(folder, cell, table, gradients, time.perf_counter() - start)
-            if curve is not None:
-                write_curve(folder / CURVE, curve)
-            if looked_at is not None:
-                (folder / EXAMPLES).write_text(json.dumps(looked_at, separators=(",", ":")), encoding="utf-8")
+        def write(folder: CellFolder) -> None:
+            seconds = time.perf_counter() - start
+            folder.write(
+                described, table, made_by, seconds=seconds, gradients=gradients, curve=curve, examples=examples
+            )
 
-        self.store.finish(key, write)
+        self.folder.finish(self.keys.of(cell), write)
 
-    def _curve(self, cell: Cell, zsl: Observation, icl: Observation) -> tuple[pd.DataFrame, Observed]:
-        """The dynamics of the cell, and its fine-tuned model observed."""
-        curve = Curve(self.prompts_of(cell), zsl, icl, cell.settings.curve_examples)
-        tuned = self.observe(cell, "ft", curve.after_demonstration)
-        return curve.finish(tuned[0]), tuned
-
-    def examples(self, cell: Cell, observations: Sequence[Observation]) -> dict[str, Any]:
+    def _examples(self, prompts: Prompts, zsl: Observation, icl: Observation, ft: Observation) -> dict[str, Any]:
         """The few examples of the cell that people may look at."""
-        zsl, icl, ft = observations
-        return most_disagreeing(self.prompts_of(cell), zsl, icl, ft, self.files.spell)
+        return most_disagreeing(prompts, zsl, icl, ft, self.files.spell)
 
-    def compare(self, cell: Cell, observations: Sequence[Observation]) -> pd.DataFrame:
+    def compare(self, cell: Cell, prompts: Prompts, observations: Sequence[Observation]) -> pd.DataFrame:
         """The tidy table of the cell: ICL against its method, or two methods against each other."""
         zsl, icl, *trained = observations
         both: dict[str, Any] = {"other_ft": trained[1], "metrics": ["alpha"]} if len(trained) == 2 else {}
-        return compare(self.prompts_of(cell), zsl, icl, *trained[:1], **both).assign(method=cell.method)
+        return compare(prompts, zsl, icl, *trained[:1], **both).assign(method=cell.method)
 
-    def _still_needed(self, keyed: dict[str, Cell]) -> set[str]:
-        """Keys of the observations that the unfinished ones of these cells need."""
-        unfinished = [cell for key, cell in keyed.items() if not self.store.is_finished(key)]
-        return {need for cell in unfinished for need, _, _ in self.needs(cell)}
+    def _observed(self, need: Need, inputs: "Inputs") -> Observed:
+        """The observation: as it is stored, else made now."""
+        return self._stored(need.key) or self.observe(need.cell, need.condition, inputs)
 
-    def drop_observations(self, keyed: dict[str, Cell]) -> None:
-        """Forget the observations of this plan that nobody needs any more."""
-        wanted = self._still_needed(keyed)
-        for need in {need for cell in keyed.values() for need, _, _ in self.needs(cell)} - wanted:
-            self.store.drop_observation(need)
+    def _stored(self, key: str) -> Observed | None:
+        """The stored observation; one that is damaged is removed."""
+        folder = self.folder.observation(key)
+        if not folder.is_there:
+            return None
+        try:
+            return folder.read()
+        except UserError as error:
+            self.folder.say(f"{error}: it is made again")
+            self.folder.drop(key)
+            return None
 
-    def _observed(self, key: str, cell: Cell, setting: str, *, keep: bool) -> Observed:
-        """The observation under `key`: from its files, else made now (by one process at a time) and kept if asked."""
-        with self.store.working_on(key) as mine:
-            if not mine:
-                raise Held(key)
-            folder = self.store.observation_folder(key)
-            if os.path.lexists(folder):
-                try:
-                    self.store.check_observation(key)
-                    return read_observed(folder)
-                except UserError as error:
-                    self.store.say(f"{error}: it is made again")
-                    self.store.drop_observation(key)
-            observation, gradients = self.observe(cell, setting)
-            if keep:
-                self.store.save_observation(key, lambda folder: self._write_observed(folder, observation, gradients))
-            return observation, gradients
-
-    def observe(self, cell: Cell, setting: str, after_demonstration: Watch | None = None) -> Observed:
-        """Observe one setting now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
+    def observe(self, cell: Cell, condition: str, inputs: "Inputs", watch: Watch | None = None) -> Observed:
+        """Observe a condition now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
         gc.collect()  # fairseq's trainer is in a cycle, and with it what was trained last
         give_back_memory()
-        model, prompts = self.base_model(cell), self.prompts_of(cell)
-        if setting != "ft":
-            return observe(model, prompts, in_context=setting == "icl"), None
+        inputs = inputs.of(cell)
+        model, prompts = self.base_model(cell, inputs), inputs.prompts
+        if condition != "ft":
+            return observe(model, prompts, in_context=condition == "icl"), None
         settings = {name: getattr(cell.settings, name) for name in OF_TRAINING}
-        watched: dict[str, Any] = {"limits": self._limits(cell), "after_demonstration": after_demonstration}
+        limit = limits_of(cell, self.keys)
+        limits = None if limit is None else self._observed(limit, inputs)[1]
+        watched: dict[str, Any] = {"limits": limits, "after_demonstration": watch}
         with fine_tuned(model, prompts, cell.method, **watched, **settings) as tuned:
             return observe(tuned, prompts), tuned.gradients
 
-    def _limits(self, cell: Cell) -> pd.DataFrame | None:
-        """`layer_clip_value: METHOD` -> the gradients that METHOD has on the same demonstrations."""
-        value = cell.settings.layer_clip_value
-        if cell.settings.layer_clip == "none" or value not in method_names():
-            return None
-        other = cell.changed(method=value, layer_clip="none", layer_clip_value=None)
-        return self._observed(self.key(other, "ft"), other, "ft", keep=True)[1]
+    def _with_decoder(
+        self, cell: Cell, inputs: "Inputs", gradients: pd.DataFrame | None
+    ) -> tuple[pd.DataFrame, Any] | None:
+        """A gradient record with the decoder that its file describes."""
+        return None if gradients is None else (gradients, self.base_model(cell, inputs).lm.decoder)
 
-    def _write_observed(self, folder: Path, observation: Observation, gradients: pd.DataFrame | None) -> None:
-        save_observations(folder / OBSERVATION, {"seen": observation})
-        if gradients is not None and self._model is not None:
-            write_gradient_record(folder / GRADIENTS, gradients, self._model[1].lm.decoder)
-
-    def _write(
-        self, folder: Path, cell: Cell, table: pd.DataFrame, gradients: pd.DataFrame | None, seconds: float
-    ) -> None:
-        described: dict[str, Any] = {"cell": cell.configuration()}
-        prompts = self.prompts_of(cell)
-        described["context_rows"] = list(prompts.context_rows)
+    def _described(self, cell: Cell, inputs: "Inputs") -> tuple[dict[str, Any], dict[str, Any]]:
+        """What cell.json says, and the provenance inside its table."""
+        prompts = inputs.prompts
+        described: dict[str, Any] = {"cell": cell.configuration(), "context_rows": list(prompts.context_rows)}
         described["rows"] = {split: record.as_dict() for split, record in prompts.rows.items()}
         if get_method(cell.method).trains:
             described["command"] = self.command(cell)
+            described["learns"] = choose_what_learns(self.base_model(cell, inputs).lm, cell.settings)
+            described["lr_made_for"] = cell.lender or cell.model
         described["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
-        made_by = provenance({}, precision=cell.settings.precision) | {
-            "config": described,
-            "checkpoints": {"base": self.files.sha256},
+        described["metrics"] = foreign_metrics()
+        made_by = provenance({}, precision=cell.settings.precision, device=cell.settings.device) | {
+            "checkpoints": {"base": self.files.sha256}
         }
-        described["machine"] = made_by["machine"]
-        write_results(folder / "results.parquet", table, made_by)
-        if gradients is not None:
-            write_gradient_record(folder / GRADIENTS, gradients, self.base_model(cell).lm.decoder)
-        (folder / "cell.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
-        (folder / "time.json").write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
+        described |= {name: made_by[name] for name in ("machine", "versions")}
+        return described, made_by | {"config": described}
 
     def command(self, cell: Cell) -> str:
         """The `fairseq-train` command that fine-tunes as the cell does."""
         method, source = get_method(cell.method), cell.source or cell.dataset
         return training_command(training_options(method, cell.settings, self.files, str(self.data), source))
 
-    def prompts_of(self, cell: Cell) -> Prompts:
-        """The prompts of the cell, kept until another cell needs others."""
-        wanted = cell.prompts_key()
-        if self._prompts is None or self._prompts[0] != wanted:
-            prompts = build_prompts(cell.spec, self.data, self.files.writing, cell.settings)
-            if data_hash(self.data, cell.spec, sha256_of) != data_hash(self.data, cell.spec):
-                raise UserError(f"{self.data}: the files of {cell.dataset} changed during the run; start it again")
-            self._prompts = (wanted, prompts)
-        # Cells of the same prompts may differ in what is recorded or compared.
-        return replace(self._prompts[1], settings=cell.settings)
-
-    def base_model(self, cell: Cell) -> Model:
+    def base_model(self, cell: Cell, inputs: "Inputs") -> Model:
         """The model before fine-tuning; loaded anew only if the init (or a random init's seed) changes."""
         wanted = cell.model_key()
         if self._model is None or self._model[0] != wanted:
             self._model = None  # two large models would not fit side by side
-            self._model = (wanted, base_model(self.files, cell, self.store.say))
+            mapped = _mapped(inputs.model) if inputs.model else None
+            if mapped is None:
+                self._model = (wanted, load_from(self.files, cell.settings))
+            else:
+                self._model = (wanted, Model(mapped, self.files, *facts_of(cell.settings)))
         return self._model[1]
 
-    def forget(self) -> None:
-        """Drop the model and the prompts that are kept for the next cell."""
-        self._model = self._prompts = None
+    def share_model(self, task: Task) -> str:
+        """Write the model, as it stands before fine-tuning, to a file that all workers map; "" if they cannot.
+
+        Its pages are in memory once for all processes of a machine. The mapping is private: nothing that a worker does
+        to its weights reaches the file. A GPU has a copy of its own, and so has everybody where the disk is too full.
+        """
+        path = self.folder.shared_model(task.key)
+        if task.cell.settings.device != "cpu" or path.is_file():
+            return str(path) if path.is_file() else ""
+        lm = load_from(self.files, task.cell.settings).lm
+        needed = sum(parameter.nbytes for parameter in lm.parameters()) + ROOM
+        try:
+            if (free := shutil.disk_usage(path.parent).free) < needed:
+                raise UserError(f"{path.parent}: {needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} free")
+            write_atomically(path, partial(torch.save, lm))
+        except (UserError, OSError) as error:
+            remove(path)
+            self.folder.say(f"{reason_of(error)}; so every worker loads a model of its own and needs the memory for it")
+            return ""
+        return str(path)
 
 
-def read_observed(folder: Path) -> Observed:
-    """What `_write_observed` wrote."""
-    _, seen = load_observations(folder / OBSERVATION)
-    gradients = read_gradient_record(folder / GRADIENTS)[0] if (folder / GRADIENTS).is_file() else None
-    if "seen" not in seen:
-        raise UserError(f"{folder / OBSERVATION}: not an observation of a run")
-    return seen["seen"], gradients
+@dataclass(frozen=True)
+class Inputs:
+    """What an observation is made from."""
+
+    prompts: Prompts
+    model: str | None = None
+    """The file of a model that is shared; none: the process loads its own."""
+
+    def of(self, cell: Cell) -> "Inputs":
+        """The same for another cell of these prompts: it may differ in what is recorded or compared."""
+        return replace(self, prompts=replace(self.prompts, settings=cell.settings))
+
+
+def _mapped(file: str) -> PretrainedLM | None:
+    """The module in the file, its tensors views of a private mapping; None if the file is gone or not ours.
+
+    The file holds a pickled module, which could run code: only one that this user wrote is read.
+    """
+    path = Path(file)
+    if not path.is_file() or path.stat().st_uid != os.geteuid():
+        return None
+    lm: PretrainedLM = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    return lm
+
+
+def import_plugins(modules: Sequence[str]) -> None:
+    """Import modules of the user's, which register methods and metrics; those in the current folder are found."""
+    for module in modules:
+        sys.path.insert(0, os.getcwd())
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"plugins={module}: cannot be imported ({error}); give a module on PYTHONPATH") from error
+        finally:
+            sys.path.remove(os.getcwd())

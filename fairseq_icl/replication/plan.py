@@ -1,17 +1,20 @@
 """Experiment configuration -> the cells to run, in a fixed order, grouped so that neighbours share model and data."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairseq_icl.devices import choose_device
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_DATA
-from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
+from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec, source_of
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import GRID, MAX_NAME, NO_TRAINING, check_scale
+from fairseq_icl.results import text_table
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import check_precision_of, get_method
 from fairseq_icl.training.step_sizes import equal_step_size
@@ -23,6 +26,8 @@ PAPERS = ("dai2023", "deutch2024", "demo")
 """Papers whose settings the shipped datasets have; YAML files of the user's may know others."""
 PAPER_KEYS = ("k", "seeds", "permutations", "learning_rate")
 BLANK_PAPER: dict[str, Any] = {}
+MADE_FOR = {"dai2023": "1.3b", "deutch2024": "1.3b", "demo": "demo"}
+"""Paper -> the model that the learning rates in the datasets' YAML files were made for."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Facts:
     runs: tuple[tuple[int, int], ...]
     """(seed, permutation) of each run."""
     learning_rate: float | Mapping[str, float] | None
+    made_for: str = ""
+    """The model that the learning rate was made for, where it is another one than the run's."""
 
 
 def expand(config: Mapping[str, Any]) -> list[Cell]:
@@ -45,12 +52,12 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
         raise UserError("dataset=[]: no dataset to run; name some, e.g. dataset=[sst2,mr]")
     variants = _variants(config)
     rules = [_rule(rule) for rule in config["skip"]]
-    cells: list[Cell] = []
+    cells: dict[Cell, None] = {}
     specs: dict[str, DatasetSpec] = {}
-    for init, given in itertools.product(inits, names):
-        source = _source(given, config["data"])
+    for init, given, chosen in itertools.product(inits, names, _grid(config)):
+        source = source_of(given, data_folder(config["data"]))
         spec = load_spec(source)
-        facts, name = _facts(spec, config), spec.name
+        facts, name = _facts(spec, chosen), spec.name
         if specs.setdefault(name, spec).fingerprint != spec.fingerprint:
             raise UserError(f"dataset={given}: another dataset of this run is also named {name}; give one another name")
         for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
@@ -58,10 +65,10 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
             if any(_matches(rule, place) for rule in rules):
                 continue
             grid = {"init": init, "seed": seed, "permutation": permutation}
-            rates = _learning_rates({**config, **changes}, facts, method)
-            settings = _settings({**config, **changes, **grid}, facts, method, rates)
+            rates, lender = _learning_rates({**chosen, **changes}, facts, method)
+            settings = _settings({**chosen, **changes, **grid}, facts, method, rates)
             own = tuple(rates.items()) if len(set(rates.values())) > 1 else ()
-            cells.append(Cell(config["model"]["name"], name, method, variant, settings, source, own))
+            cells[Cell(config["model"]["name"], name, method, variant, settings, source, own, lender)] = None
     if not cells:
         raise UserError("the plan is empty: `skip`, or plain=false, leaves nothing of the chosen settings")
     papers = {*PAPERS, *(paper for spec in specs.values() for paper in spec.papers)}
@@ -74,10 +81,14 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     return [cell for group in by_model.values() for cell in group]
 
 
-def _source(name: str, data: str) -> str:
-    """Where the dataset's YAML is: beside its data (DATA/NAME.yaml), else what the name or path itself says."""
-    beside = data_folder(data) / f"{name}.yaml"
-    return str(beside) if beside.is_file() else name
+def _grid(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configuration once for every combination of the settings that have several values."""
+    several = {name: config[name] for name in SETTINGS if name not in GRID and isinstance(config[name], list)}
+    for name, values in several.items():
+        if name in config["vary"]:
+            raise UserError(f"{name}={values}: the experiment varies it already; give vary.{name}={values}")
+    combinations = itertools.product(*several.values())
+    return [{**config, **dict(zip(several, values, strict=True))} for values in combinations]
 
 
 def data_folder(data: str) -> Path:
@@ -169,7 +180,9 @@ def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     for model, by_dataset in by_model.items():
         if not isinstance(by_dataset, Mapping):
             raise UserError(f"published_settings.{model}: must be a mapping from datasets to settings")
-    of_model: Mapping[str, Any] = by_model.get(config["model"]["name"]) or next(iter(by_model.values()), {})
+    name = config["model"]["name"]
+    lender = next(iter(by_model), MADE_FOR.get(config["paper"], "")) if name not in by_model else name
+    of_model: Mapping[str, Any] = by_model.get(lender, {})
     said = _said(spec.papers.get(config["paper"], BLANK_PAPER), f"{spec.name}: papers.{config['paper']}")
     said |= _said(of_model.get(spec.name, {}), f"published_settings, {spec.name}")
     k = said.get("k") if config["num_demonstrations"] is None else config["num_demonstrations"]
@@ -177,7 +190,10 @@ def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     if k is None and "num_demonstrations" not in varied:
         raise UserError(f"{spec.name}: no number of demonstrations in {config['paper']}; give num_demonstrations=K")
     rate = _rate_of_model(spec.name, config["model"]["learning_rates"])
-    return Facts(k or 0, _runs(spec.name, said, config), said.get("learning_rate") if rate is None else rate)
+    runs = _runs(spec.name, said, config)
+    if rate is not None:
+        return Facts(k or 0, runs, rate)
+    return Facts(k or 0, runs, said.get("learning_rate"), "" if name in (lender, f"en_dense_lm_{lender}") else lender)
 
 
 def _rate_of_model(dataset: str, rates: Mapping[str, Any]) -> float | Mapping[str, float] | None:
@@ -228,13 +244,14 @@ def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tupl
 def _settings(config: Mapping[str, Any], facts: Facts, method: str, rates: Mapping[str, float]) -> Settings:
     """The settings of one cell: the configuration with a variant's changes already put over it."""
     given = {name: config[name] for name in SETTINGS}
+    given["device"] = config["device"] or choose_device().type  # part of the keys: CPU and GPU round differently
     if config["num_demonstrations"] is None:  # every variant may bring its own k; facts give the paper's
         given["num_demonstrations"] = facts.num_demonstrations
     if get_method(method).trained:
         given["lr"] = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
     else:  # what only training reads is left at its default, so that such cells are the same cell
         given |= {name: None for name, known in SETTINGS.items() if known.affects == ("training",)}
-    settings = Settings.of(config["reading"], **given)
+    settings = Settings.of(config["reading"], **given | get_method(method).settings)
     if get_method(method).trained:
         _check_training(settings, method)
     return settings
@@ -254,23 +271,64 @@ def _check_training(settings: Settings, method: str) -> None:
         check_precision_of(get_method(name), settings)
 
 
-def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> dict[str, float]:
-    """The rate of every method whose fine-tuned model the cell needs: its own, or the two that it compares."""
-    rates = {}
+def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tuple[dict[str, float], str]:
+    """The rate of every method whose fine-tuned model the cell needs: its own, or the two that it compares.
+
+    And the model that one of them was made for, where that is another one than the run's.
+    """
+    rates, lenders = {}, [""]
     for name in get_method(method).trained:
-        rate = _learning_rate(config, facts, name)
+        rate, lender = _learning_rate(config, facts, name)
         if rate is None:
             source = "model.learning_rates" if config["model"]["learning_rates"] else config["paper"]
             raise UserError(f"no learning rate for method {name} in {source}; give lr=RATE")
         rates[name] = float(SETTINGS["lr"].check(rate)) * config["lr_scale"]
-    return rates
+        lenders.append(lender)
+    return rates, max(lenders)
 
 
-def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> Any:
+def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> tuple[Any, str]:
     """What the user says, else what model or paper say of this method, else the method's own, else the paper's."""
-    said, own = facts.learning_rate, get_method(method).lr
-    if config["lr"] is not None:
-        return config["lr"]
-    if isinstance(said, Mapping):
-        return said.get(method, own)
-    return said if own is None else own
+    said, known = facts.learning_rate, get_method(method)
+    given = known.settings.get("lr", config["lr"])
+    if given is not None:
+        return given, ""
+    rate = said.get(method) if isinstance(said, Mapping) else said if known.lr is None else None
+    return (known.lr, "") if rate is None else (rate, facts.made_for)
+
+
+def borrowed_rates(cells: Sequence[Cell]) -> list[str]:
+    """A line for every dataset whose learning rate was made for another model."""
+    return [
+        borrowed_rate(dataset, model, lender)
+        for dataset, model, lender in dict.fromkeys((cell.dataset, cell.model, cell.lender) for cell in cells)
+        if lender
+    ]
+
+
+def borrowed_rate(dataset: str, model: str, lender: str) -> str:
+    """What is said where a learning rate is not the model's own."""
+    return (
+        f"{dataset}: the learning rate is the paper's for {lender}, not one for {model}; "
+        "experiment=rate_search finds it, lr=RATE gives it"
+    )
+
+
+def counted(cells: Sequence[Cell], todo: Sequence[Cell]) -> str:
+    """Cells by all that differs between them, learning rate and k always; and how many of them are still to do."""
+    varied = {name for cell in cells for name in cell.changed_settings()} - {"seed", "permutation", "init"}
+    values = {
+        cell: {name: getattr(cell.settings, name) for name in SETTINGS} | cell.changed_settings() for cell in cells
+    }
+    names = ["num_demonstrations", "lr"]
+    names += sorted(name for name in varied - set(names) if len({str(said[name]) for said in values.values()}) > 1)
+
+    def place(cell: Cell) -> tuple[str, ...]:
+        said = ("" if values[cell][name] is None else str(values[cell][name]) for name in names)
+        return cell.init, cell.dataset, cell.method, *said
+
+    planned, left = Counter(map(place, cells)), Counter(map(place, todo))
+    rows: list[tuple[Any, ...]] = [("init", "dataset", "method", *names, "cells", "to do")]
+    rows += [(*which, count, left[which]) for which, count in planned.items()]
+    rows += [("", "", "all", *([""] * len(names)), len(cells), len(todo))]
+    return text_table(rows, names=3 + len(names))

@@ -10,7 +10,7 @@ import numpy as np
 RESAMPLES = 1000
 AT_ONCE = 100
 """Resamples that are in memory as float64 together: all of them would take 8 kB an example."""
-CONFIDENCE = 0.95
+CONFIDENCE, NORMAL = 0.95, 1.96
 
 
 class Estimate(NamedTuple):
@@ -37,19 +37,23 @@ def _some_at_a_time(counts: np.ndarray) -> Iterator[np.ndarray]:
         yield counts[start : start + AT_ONCE].astype(np.float64)
 
 
-def bootstrap_ratio(numerator: np.ndarray, denominator: np.ndarray, counts: np.ndarray) -> tuple[Estimate, Estimate]:
+def bootstrap_ratio(
+    numerator: np.ndarray, denominator: np.ndarray, counts: np.ndarray, is_share: bool = False
+) -> tuple[Estimate, Estimate]:
     """sum(numerator) / sum(denominator) over examples for every layer, and the mean of these over layers.
 
     (n, layers), (n, layers), counts (resamples, n) -> estimates of shape (layers,) and (). A layer whose denominators
-    sum to zero is NaN and takes no part in the mean; so are resamples without a single defined example.
+    sum to zero is NaN and takes no part in the mean; so are resamples without a single defined example. `is_share`: of
+    examples that have a property; 0 of n and n of n then have Wilson's interval, for every resample is like them.
     """
     value, over_layers = _quotients(numerator.sum(0, keepdims=True), denominator.sum(0, keepdims=True))
     sums = [(some @ numerator, some @ denominator) for some in _some_at_a_time(counts)]
     drawn, drawn_over_layers = _quotients(*(np.concatenate(part) for part in zip(*sums, strict=True)))
-    return (
-        Estimate(value[0], *_interval(drawn)),
-        Estimate(over_layers[0], *_interval(drawn_over_layers)),
-    )
+    whole = Estimate(over_layers[0], *_interval(drawn_over_layers))
+    if is_share and whole.value in (0, 1):
+        far = NORMAL**2 / (denominator.sum(0).min() + NORMAL**2)
+        whole = Estimate(whole.value, *((0.0, far) if whole.value == 0 else (1 - far, 1.0)))
+    return Estimate(value[0], *_interval(drawn)), whole
 
 
 def bootstrap_auc(scores: np.ndarray, is_class: np.ndarray, counts: np.ndarray) -> Estimate:

@@ -1,8 +1,9 @@
 """From observations to the tidy table: `compare` for whole sets, `Collector` batch by batch with no activation kept.
 
-What is not defined has no row and is counted instead: `zero_updates_NAME` is the number of cosines that were set to 0
-because one of the vectors was zero, `undefined_NAME` the number of values left out (a quotient over no example, or
-activations that are not finite because training diverged).
+What is not defined has no row and is counted instead: `zero_updates_NAME` is the number of cosines of updates that are
+zero or below rounding, `undefined_NAME` the number of values left out (a quotient over no example, activations that are
+not finite because training diverged, or nothing but such cosines). `labels_ft` is how many labels the fine-tuned model
+gives: where it is 1, RPA and Rec2FTP are ICL's alone.
 
 Beside every cosine NAME of two measured vectors stands `length_ratio_NAME`: their mean lengths over examples, the
 second's (FT's) divided by the first's (ICL's). It has means only, no rows for single examples.
@@ -20,18 +21,18 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
-from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric
+from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric, shown_as
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.results import LENGTH_RATIO, Rows
 from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ratio, resampling_counts
+from fairseq_icl.results.table import LENGTH_RATIO, Rows
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-COMPARED = 64
+COMPARED = 50
 """Examples that metrics see at once: so their memory does not grow with the validation set."""
 TRAINING_EXAMPLES = 100  # the authors look at attention to training tokens for the first 100 examples
 
@@ -49,7 +50,7 @@ def compare(
     """Every metric on observations of the same queries, as a tidy table.
 
     **Arguments**
-    - `zsl`, `icl`, `ft`: what `observe` returned of each setting; without `ft`, the metrics that need none.
+    - `zsl`, `icl`, `ft`: what `observe` returned in each condition; without `ft`, the metrics that need none.
     - `other_ft`: a second fine-tuned model; adds `alpha`, the SimAM_delta between the two.
     - `metrics`: names; by default all that the observations allow, but for `sim_weights`, which needs `weights`.
 
@@ -68,11 +69,14 @@ def compare(
         collector.training = training_tokens(prompts, recorded)
     for examples in torch.arange(len(zsl)).split(COMPARED):  # what metrics make in between is several times their input
         some = None if weights is None else replace(weights, ft=weights.ft[examples])
-        parts: list[Any] = [None if seen is None else seen.take(examples) for seen in (zsl, icl, ft, other_ft)]
-        collector.add(examples, *parts[:3], other_ft=parts[3], weights=some)
-        del parts  # before the next ones are there
-        if len(zsl) > COMPARED:  # with a single part nothing comes that could make the heap grow
-            give_back_memory()
+        start, stop = int(examples[0]), int(examples[-1]) + 1
+        seen: list[Any] = [None if whole is None else whole.between(start, stop) for whole in (zsl, icl, ft, other_ft)]
+        collector.add(examples, *seen[:3], other_ft=seen[3], weights=some)
+        for whole in (zsl, icl, ft, other_ft):
+            if whole is not None:
+                whole.release()
+    give_back_memory()
+    collector.skipped_updates = getattr(ft, "skipped_updates", 0)
     method = "none" if ft is None else ft.method
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 
@@ -227,6 +231,7 @@ class Collector:
         self.training = training
         self.training_examples = training_examples
         self.seed = seed
+        self.skipped_updates = 0
         self.seen = Seen()
 
     def add(
@@ -244,13 +249,13 @@ class Collector:
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
         """
         example = torch.as_tensor(example, dtype=torch.long)
-        settings = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
+        conditions = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
         attention = self._training_attention(example, icl, ft)
         given = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
         extras: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         for name, metric in self.metrics.items():
-            if set(metric.settings) <= settings.keys() and set(metric.needs) <= extras.keys():
-                observations = [settings[setting] for setting in metric.settings]
+            if set(metric.conditions) <= conditions.keys() and set(metric.needs) <= extras.keys():
+                observations = [conditions[name] for name in metric.conditions]
                 if not metric.can_read(observations):
                     continue
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
@@ -258,7 +263,7 @@ class Collector:
                 self.seen.metrics[name].append(seen, outcome)
                 if isinstance(outcome, Similarity) and outcome.lengths is not None:
                     self.seen.lengths[name].append(seen, _length_ratio(*outcome.lengths))
-        self._add_predictions(example, settings)
+        self._add_predictions(example, conditions)
 
     def merge(self, other: "Collector | Seen") -> "Collector":
         """Take in what another collector, or that of another process (its `seen`), has seen; returns self."""
@@ -281,8 +286,12 @@ class Collector:
             rows.add_examples(name, series.examples, series.values)
         for name, series in self.seen.sets.items():
             rows.add_count(name, series.values.sum())
+        if "prediction_ft" in self.seen.labels:
+            rows.add_count("labels_ft", len(np.unique(self.seen.labels["prediction_ft"].values)))
         if "gold" in self.seen.labels:
             rows.add_count("examples", len(self.seen.labels["gold"].examples))
+        if self.skipped_updates:
+            rows.add_count("skipped_updates", self.skipped_updates)
         if self.training is not None:
             rows.add_count("training_tokens", len(self.training.demonstration))
             rows.add_count("top_tokens", self.training.used_top_tokens)
@@ -298,12 +307,12 @@ class Collector:
             return None
         return TrainingAttention.of(example[chosen], icl.take(chosen), ft.take(chosen), self.training)
 
-    def _add_predictions(self, example: Tensor, settings: dict[str, Observation]) -> None:
-        for name, observation in settings.items():
+    def _add_predictions(self, example: Tensor, conditions: dict[str, Observation]) -> None:
+        for name, observation in conditions.items():
             self.seen.labels[f"prediction_{name}"].append(example, observation.prediction)
-        self.seen.labels["gold"].append(example, settings["zsl"].gold)
-        if "ft" in settings:
-            for name, members in prediction_sets(**settings)._asdict().items():
+        self.seen.labels["gold"].append(example, conditions["zsl"].gold)
+        if "ft" in conditions:
+            for name, members in prediction_sets(**conditions)._asdict().items():
                 self.seen.sets[name].append(example, members)
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
@@ -339,7 +348,8 @@ class Collector:
         if not chosen.any():
             return
         counts = resampling_counts(int(chosen.sum()), self.seed)
-        layers, overall = bootstrap_ratio(series.numerator[chosen], series.denominator[chosen], counts)
+        is_share = shown_as(name)[1] == "percent"
+        layers, overall = bootstrap_ratio(series.numerator[chosen], series.denominator[chosen], counts, is_share)
         rows.add_mean(name, overall)
         if series.is_per_layer:
             rows.add_means(name, layers)

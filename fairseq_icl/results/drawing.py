@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
-from fairseq_icl.results.names import NAMES
+from fairseq_icl.metrics import shown_as
 from fairseq_icl.settings import nearest
 
 STYLE: dict[Any, Any] = {
@@ -130,7 +130,7 @@ def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = No
             reach = [value - line["low"].to_numpy(float), line["high"].to_numpy(float) - value]
             ax.errorbar(line["layer"].astype(int), value, yerr=np.abs(reach), label=", ".join(map(str, names)), **style)
         ax.axhline(0, color="black", linewidth=0.6)
-        ax.set(xlabel="layer", ylabel=NAMES.get(metric, metric))
+        ax.set(xlabel="layer", ylabel=shown_as(metric)[0])
         legend_below(figure, [ax])
         if path is not None:
             kind = Path(path).suffix.removeprefix(".") or "png"

@@ -1,7 +1,7 @@
 """A few examples of a cell, for people to look at: where ICL and fine-tuning disagree most.
 
-For each: the query, what the three settings predict, and which demonstrations and which of their tokens ICL attends to
-and fine-tuning, in its dual form, would (metrics/training_attention.py), layer by layer. Kept as JSON, small by design:
+For each: the query, the predictions of ZSL, ICL and FT, and which demonstrations and which of their tokens ICL attends
+to and fine-tuning, in its dual form, would (metrics/training_attention.py), layer by layer. JSON, small by design:
 a bounded number of examples, weights in thousandths, and of the tokens only the heaviest.
 """
 

@@ -1,5 +1,6 @@
 """The task `demonstration_prompting`: demonstrations to fine-tune on or to prompt with, queries to answer."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass
@@ -16,29 +17,37 @@ from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II, MISSING
 
-from fairseq_icl.compat import TASK, flag, flags_of
+from fairseq_icl.compat.command_line import TASK, flag, flags_of
+from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.checkpoints import BASE_REFERENCE
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.observing.layout import MAX_TOKENS
-from fairseq_icl.observing.probe import attention_inputs, observe_training_queries, training_queries
+from fairseq_icl.observing.probe import attention_queries, observe_training_queries
 from fairseq_icl.prompts.build import Prompts, build_prompts
-from fairseq_icl.prompts.catalogue import load_spec
+from fairseq_icl.prompts.catalogue import find_spec
+from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
-from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl, check_precision, gradient_control
 from fairseq_icl.training.methods import LOSS_SCALE, RUN_THE_MODEL_ONCE
 from fairseq_icl.training.sequential import sequential_step
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+
+logger = logging.getLogger(__name__)
 
 TEXT = Optional[str]  # noqa: UP045 - what fairseq's parser knows
 DemonstrationPromptingConfig = make_dataclass(
     "DemonstrationPromptingConfig",
     [
         flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
-        flag("dataset", str, MISSING, "name of a dataset of the catalogue (fairseq-icl datasets) or path of a YAML"),
+        flag(
+            "dataset",
+            str,
+            MISSING,
+            "dataset of the catalogue (fairseq-icl datasets), NAME of DATA/NAME.yaml, or path of a YAML",
+        ),
         ("seed", int, field(default=II("common.seed"))),
         flag(
             "base_model",
@@ -103,7 +112,7 @@ def _runs_the_model_once(criterion: Any) -> bool:
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
 
-    resumes = True  # what was recorded before an interruption is part of the result; see compat.resume_tasks
+    resumes = True  # what was recorded before an interruption is part of the result; see compat.models
 
     def __init__(
         self,
@@ -129,7 +138,7 @@ class DemonstrationPromptingTask(FairseqTask):
     def setup_task(cls, cfg: Any, **given: Any) -> "DemonstrationPromptingTask":
         """The task; `given` (files, settings, prompts) need not be made again."""
         if "prompts" not in given:
-            load_spec(cfg.dataset)  # an unknown dataset is told before minutes of loading
+            find_spec(cfg.dataset, cfg.data)  # an unknown dataset is told before minutes of loading
         files = given.get("files") or files_of(cfg)
         settings = given.get("settings") or settings_of(cfg)
         return cls(cfg, files.load_dictionary(), settings, given.get("prompts"), files)
@@ -139,8 +148,9 @@ class DemonstrationPromptingTask(FairseqTask):
         """The flags, and fairseq's own defaults where the papers' protocol has others."""
         super().add_args(parser)
         # fairseq drops a last batch smaller than its default multiple of 8: a demonstration would be lost. The data are
-        # a few token sequences in memory: a process and a thread to load them ahead would only cost time.
-        parser.set_defaults(required_batch_size_multiple=1, num_workers=0, data_buffer_size=0)
+        # a few token sequences in memory: a process and a thread to load them ahead would only cost time. A process for
+        # each GPU, which is fairseq's default, would make one step of as many demonstrations.
+        parser.set_defaults(required_batch_size_multiple=1, num_workers=0, data_buffer_size=0, distributed_world_size=1)
         if "--path" in parser._option_string_actions:  # scoring
             parser.set_defaults(max_tokens=MAX_TOKENS)
         else:
@@ -154,7 +164,9 @@ class DemonstrationPromptingTask(FairseqTask):
     @cached_property
     def prompts(self) -> Prompts:
         """All token sequences of this dataset, seed and permutation."""
-        return build_prompts(load_spec(self.cfg.dataset), Path(self.cfg.data), self.files.writing, self.settings)
+        return build_prompts(
+            find_spec(self.cfg.dataset, self.cfg.data), Path(self.cfg.data), self.files.writing, self.settings
+        )
 
     def load_dataset(self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any) -> None:
         """ "train" is the demonstrations in fine-tuning order, any other split the queries."""
@@ -167,7 +179,7 @@ class DemonstrationPromptingTask(FairseqTask):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """The model with everything frozen but `--train-parameters`."""
         model = super().build_model(cfg, from_checkpoint)
-        choose_what_learns(model, self.settings)
+        logger.info("%s learn", choose_what_learns(model, self.settings))
         model = LinearizedLM(model.decoder, model.trained_names) if self.cfg.linearize else model
         if self.settings.softmax_gradient == "stopped":
             stop_softmax_gradient(model.decoder)
@@ -183,6 +195,14 @@ class DemonstrationPromptingTask(FairseqTask):
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """fairseq's iterator, but training keeps the order of the demonstrations (no `--curriculum` needed)."""
+        limit = kwargs.get("max_positions")
+        if isinstance(dataset, FinetuningDataset) and isinstance(limit, int):  # fairseq would leave them out
+            for row, tokens, _ in dataset.items:
+                if len(tokens) > limit:
+                    raise UserError(
+                        f"{self.prompts.spec.name}, train row {row}: {len(tokens):,} tokens, but the model or "
+                        f"--max-tokens admits {limit:,}; raise --max-tokens, or shorten the row"
+                    )
         iterator = super().get_batch_iterator(dataset, *args, **kwargs)
         if isinstance(dataset, FinetuningDataset):
             iterator.disable_shuffling = True
@@ -205,7 +225,9 @@ class DemonstrationPromptingTask(FairseqTask):
         first = control.begins_update()
         if first:
             self._step = ([], 0.0, 0)
-        with control.watching(optimizer, first=first), self._recording_queries(sample, model, criterion):
+        # fairseq would go on without the demonstrations for which there was no memory.
+        watched = control.watching(optimizer, first=first)
+        with within_memory("fine-tuning"), watched, self._recording_queries(sample, model, criterion):
             if getattr(criterion, "sequential", False):
                 if not first:
                     raise UserError("--update-freq: sequential updates are of one batch each; leave it at 1")
@@ -237,9 +259,9 @@ class DemonstrationPromptingTask(FairseqTask):
             keep(observe_training_queries(model, tokens))
             yield
         else:
-            with attention_inputs(model.decoder) as inputs:
+            with attention_queries(model.decoder) as queries:
                 yield
-            keep(training_queries(model.decoder, inputs[: len(model.decoder.layers)]))
+            keep(torch.stack(queries[: len(model.decoder.layers)]))
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         """Gradients are final here (averaged and clipped): limit and record them per layer, then step."""

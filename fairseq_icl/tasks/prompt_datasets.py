@@ -12,7 +12,29 @@ from fairseq_icl.prompts import PAD
 from fairseq_icl.prompts.build import FinetuningSequence, Prompts
 
 
-class FinetuningDataset(FairseqDataset):
+class _OfKnownLengths(FairseqDataset):
+    """What fairseq asks of every dataset; `lengths` are the items' numbers of tokens."""
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.lengths[index])
+
+    def size(self, index: int) -> int:
+        return self.num_tokens(index)
+
+    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
+        return self.lengths[indices]
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        return True
+
+
+class FinetuningDataset(_OfKnownLengths):
     """Demonstrations in training order, one item a step (`step_per="demonstration"`) or a scored token ("token")."""
 
     def __init__(self, sequences: Sequence[FinetuningSequence], step_per: str = "demonstration", pad: int = PAD):
@@ -21,36 +43,21 @@ class FinetuningDataset(FairseqDataset):
         self.items: list[tuple[int, tuple[int, ...], tuple[bool, ...]]] = []
         for sequence in sequences:
             self.items.extend(_steps(sequence, step_per))
+        self.lengths = np.array([len(tokens) for _, tokens, _ in self.items], dtype=np.int64)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, tokens, scored = self.items[index]
         return language_model_item(index, tokens, scored, self.pad) | {"row": row}
 
-    def __len__(self) -> int:
-        return len(self.items)
-
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate(items, self.pad)
         return batch | {"rows": [item["row"] for item in items]} if batch else batch
 
-    def num_tokens(self, index: int) -> int:
-        return len(self.items[index][1])
-
-    def size(self, index: int) -> int:
-        return self.num_tokens(index)
-
-    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
-        return np.array([self.num_tokens(index) for index in indices])
-
     def ordered_indices(self) -> np.ndarray:
         return np.arange(len(self))
 
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        return True
 
-
-class QueryDataset(FairseqDataset):
+class QueryDataset(_OfKnownLengths):
     """Queries in length order, so that a batch wastes little on padding. Its items are scored under every option.
 
     Stock criterions see the gold zero-shot sequence; `icl_similarity` takes the queries themselves.
@@ -68,9 +75,6 @@ class QueryDataset(FairseqDataset):
         scored[-len(query.labels[query.gold]) :] = [True] * len(query.labels[query.gold])
         return language_model_item(index, tokens, scored, self.pad) | {"query": query}
 
-    def __len__(self) -> int:
-        return len(self.queries)
-
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate(items, self.pad)
         if not batch:
@@ -79,15 +83,6 @@ class QueryDataset(FairseqDataset):
             "queries": [item["query"] for item in items],
             "positions_in_set": [item["id"] for item in items],
         }
-
-    def num_tokens(self, index: int) -> int:
-        return int(self.lengths[index])
-
-    def size(self, index: int) -> int:
-        return self.num_tokens(index)
-
-    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
-        return self.lengths[indices]
 
     def ordered_indices(self) -> np.ndarray:
         return np.argsort(self.lengths, kind="stable")
@@ -104,10 +99,6 @@ class QueryDataset(FairseqDataset):
         limit = max_tokens if max_tokens is not None else int(self.lengths.sum()) + 1
         batches = plan_batches([self.queries[index] for index in chosen], limit, max_sentences)
         return [[chosen[place] for place in batch] for batch in batches]
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        return True
 
 
 def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool], pad: int) -> dict[str, Any]:

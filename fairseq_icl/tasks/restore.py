@@ -10,7 +10,7 @@ from fairseq.tasks import FairseqTask
 from omegaconf import MISSING, DictConfig, OmegaConf
 from torch import Tensor
 
-from fairseq_icl.compat import TASK
+from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
 from fairseq_icl.models.hugging_face import is_hugging_face

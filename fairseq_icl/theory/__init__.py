@@ -11,8 +11,7 @@
 | a context is a rank-one change of the MLP's first matrix, per block and token | `implicit_update` | Dherin et al. 2025, arXiv 2507.16003 |
 | momentum for attention: a decaying sum of earlier values | `momentum_attention` | Dai et al. 2023, section 5.2 |
 
-`comparison` holds the two measures that all of them use, and `drawing` draws layer-causal descent. `on_decoder` asks a
-real model, layer by layer. `statements`, `trained_statements`, `decoder_statements` and `page` run every statement, each
+`on_decoder` asks a real model, layer by layer. `statements`, `trained`, `decoder_statements` and `page` run every statement, each
 also with a premise removed, and render the result. Nothing here needs fairseq: functions that look at a model take its plain torch modules.
 Use float64: exact statements then hold to 1e-10 or better.
 """  # noqa: E501

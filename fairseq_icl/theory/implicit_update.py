@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm
-from fairseq_icl.theory.comparison import cosine
 
 
 def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
@@ -95,8 +94,9 @@ def descend_implicitly(weight: Tensor, without: Tensor, with_contexts: Tensor) -
 
 
 def update_cosine(implicit: Tensor, fine_tuning: Tensor) -> float:
-    """cos(dW_implicit, dW_fine-tuning) of the same matrix (out, in), as Frobenius inner product"""
-    return cosine(implicit, fine_tuning)
+    """cos(dW_implicit, dW_fine-tuning) of the same matrix (out, in), as Frobenius inner product; 0 if one is zero"""
+    norms = l2_norm(implicit) * l2_norm(fine_tuning)
+    return float((implicit * fine_tuning).sum() / norms) if norms > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ def recorded_mlp(block: nn.Module) -> Iterator[MlpInputs]:
     if block.normalize_before:
         hooks.append(last.register_forward_hook(lambda _, __, out: outputs.append(out.detach())))
         hooks.append(
-            block.register_forward_hook(lambda _, __, out: seen.residuals.append(out[0].detach() - outputs.pop()))
+            block.register_forward_hook(
+                lambda _, __, out: seen.residuals.append(out[0].detach() - outputs.pop().view_as(out[0]))
+            )
         )
     else:
         hooks.append(first.register_forward_pre_hook(lambda _, args: seen.residuals.append(args[0].detach())))

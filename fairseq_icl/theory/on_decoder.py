@@ -1,12 +1,12 @@
 """The statements that can be asked of a real model, per layer: where they hold, and where softmax ends them.
 
-Takes any decoder of fairseq's kind, the rotary one included: `layers[l].self_attn` that answers `queries_keys_values`,
+Takes any decoder of fairseq's kind, or one of transformers whose layers have such parts: `layers[l].self_attn`,
 `layers[l].fc1`, `fc2`, `normalize_before`, and `extract_features(tokens (B, T), None)`. A prompt is its tokens:
 
     zero-shot    start + query           what the model sees without demonstrations (start: usually <s>)
     in context   context + query         the context begins with `start` and ends with the last demonstration
 
-and everything is observed at the last token of the query. The start tokens are there in both settings (and the
+and everything is observed at the last token of the query. The start tokens are there in both conditions (and the
 same, nothing precedes them), so they count as the query's own. Use `decoder.double()` to see exact statements to 1e-10.
 L layers, H heads, D their width, d = H D, n queries.
 """
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.metrics.vectors import l2_norm
+from fairseq_icl.metrics.vectors import l2_norm, relative_error
 from fairseq_icl.models.attention import relaxed
 from fairseq_icl.observing.probe import queries_keys_values
-from fairseq_icl.theory.comparison import relative_error
 from fairseq_icl.theory.implicit_update import (
     applied,
     block_update,
@@ -73,11 +72,9 @@ def _change_at_last_token(
     decoder: nn.Module, start: Sequence[int], context: Sequence[int], query: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """Linear part, direct and total change (L, H, D), share (L, H), relaxed error (L,) of one query."""
-    in_context, zero_shot = (_attention_inputs(decoder, [*before, *query]) for before in (context, start))
+    in_context, zero_shot = (_heads(decoder, [*before, *query]) for before in (context, start))
     rows = []
-    for layer, (inputs, own_inputs) in enumerate(zip(in_context, zero_shot, strict=True)):
-        module = _layers(decoder)[layer].self_attn
-        both, alone = _heads(module, inputs), _heads(module, own_inputs)
+    for both, alone in zip(in_context, zero_shot, strict=True):
         demonstrations = Heads(*(part[:, len(start) : len(context)] for part in both))
         own = Heads(*(torch.cat([part[:, : len(start)], part[:, len(context) :]], dim=1) for part in both))
         last = both.query[:, -1:]  # (H, 1, D)
@@ -92,10 +89,21 @@ def _change_at_last_token(
     return tuple(torch.stack(part) for part in zip(*rows, strict=True))
 
 
-def _heads(module: Any, inputs: Tensor) -> Heads:
-    """Queries (unscaled), keys and values (H, T, D) of attention inputs (T, d), rotated where the model does so."""
-    query, key, value = queries_keys_values(module, inputs[:, None], 0)
-    return Heads(query[0] / module.scaling, key[0], value[0])
+def _heads(decoder: nn.Module, sequence: Sequence[int]) -> list[Heads]:
+    """Queries (unscaled), keys and values (H, T, D) of every layer, rotated where the model does so."""
+    seen: list[Heads] = []
+
+    def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        x = kwargs["query"] if "query" in kwargs else args[0]
+        query, key, value = queries_keys_values(module, x)
+        seen.append(Heads(query[0] / module.scaling, key[0], value[0]))
+
+    modules = [layer.self_attn for layer in _layers(decoder)]
+    with _hooked([module.register_forward_hook(look, with_kwargs=True) for module in modules]):
+        _run(decoder, sequence)
+    if len(seen) != len(modules):
+        raise UserError(f"saw {len(seen)} attention blocks in a decoder of {len(modules)} layers")
+    return seen
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ def _prediction(decoder: nn.Module, sequence: Sequence[int]) -> tuple[Tensor, Te
     seen: list[Tensor] = []
     modules = [layer.self_attn for layer in _layers(decoder)]
     with _hooked([module.register_forward_hook(lambda _, __, out: seen.append(out[0][-1, 0])) for module in modules]):
-        logits = decoder(torch.tensor([list(sequence)]))[0][0, -1]
+        logits = decoder(_tokens(decoder, sequence))[0][0, -1]
     return logits.softmax(-1), torch.stack(seen)
 
 
@@ -171,7 +179,7 @@ def implicit_updates(
     errors, unmoved, ranks, norms, increments, updates = [], [], [], [], [], []
     shown = tqdm(zip(layers, seen, strict=True), desc="implicit updates", total=len(layers), disable=None)
     for index, (layer, record) in enumerate(shown):
-        inputs, residuals = ([part[-1, 0] for part in parts] for parts in (record.inputs, record.residuals))
+        inputs, residuals = ([part.flatten(0, 1)[-1] for part in parts] for parts in (record.inputs, record.residuals))
         update = block_update(layer, [inputs[0], inputs[-1]], [residuals[0], residuals[-1]])
         with torch.no_grad(), applied(layer, update):
             moved = _layer_outputs(decoder, sequences[0])[index]
@@ -203,7 +211,7 @@ def fine_tuned_updates(decoder: nn.Module, sequences: Sequence[Sequence[int]], l
         weight.requires_grad_(True)
     try:
         for sequence in sequences:
-            tokens = torch.tensor([list(sequence)])
+            tokens = _tokens(decoder, sequence)
             loss = F.cross_entropy(decoder(tokens)[0][0, :-1], tokens[0, 1:])
             for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
                 weight.data.sub_(gradient, alpha=lr)
@@ -224,8 +232,13 @@ def _layers(decoder: nn.Module) -> list[Any]:
     return list(layers)
 
 
+def _tokens(decoder: nn.Module, sequence: Sequence[int]) -> Tensor:
+    """The sequence where the decoder is: (1, T)"""
+    return torch.tensor([list(sequence)], device=next(decoder.parameters()).device)
+
+
 def _run(decoder: nn.Module, sequence: Sequence[int]) -> None:
-    cast(Any, decoder).extract_features(torch.tensor([list(sequence)]), None)
+    cast(Any, decoder).extract_features(_tokens(decoder, sequence), None)
 
 
 @contextmanager
@@ -235,21 +248,6 @@ def _hooked(handles: list[Any]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _attention_inputs(decoder: nn.Module, sequence: Sequence[int]) -> list[Tensor]:
-    """What the self-attention of every layer receives, after the norm in front of it: L x (T, d)"""
-    seen: list[Tensor] = []
-
-    def keep(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args[0] if args else kwargs["query"])[:, 0])  # out of (time, batch, d)
-
-    layers = _layers(decoder)
-    with _hooked([layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]):
-        _run(decoder, sequence)
-    if len(seen) != len(layers):
-        raise UserError(f"saw {len(seen)} attention blocks in a decoder of {len(layers)} layers")
-    return seen
 
 
 def _layer_outputs(decoder: nn.Module, sequence: Sequence[int]) -> list[Tensor]:

@@ -9,12 +9,15 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 
-from fairseq_icl.theory.drawing import draw_by_layer
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from fairseq_icl.theory.statements import EXACT, Record, run_exact
-from fairseq_icl.theory.trained_statements import run_trained
+from fairseq_icl.theory.trained import run_trained
 
 TITLE = "In-context learning and gradient descent: the statements, executed"
 INTRODUCTION = (
@@ -24,6 +27,8 @@ INTRODUCTION = (
 )
 HEADER = ("statement", "source", "what was computed", "number", "premise removed", "number then", "kind", "holds")
 
+DRAWING = Path(__file__).with_name("layer_causal.png")
+"""Drawn by examples/layer_causal_drawing.py."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1rem; }
@@ -86,26 +91,20 @@ def _plain(text: str) -> str:
     return text
 
 
-def render_html(records: Sequence[Record], drawing: bytes | None = None, subject: str = "") -> str:
-    """One HTML page that needs no other file.
+def render_html(records: Sequence[Record], subject: str = "") -> str:
+    """One HTML page that needs no other file: the statements, what they have by layer, and layer-causal descent drawn.
 
-    Args:
-        records: the statements; what they have by layer is drawn below the table.
-        drawing: a PNG to show at the end, for example of layer-causal descent.
-        subject: a line about the model that was looked at.
+    `subject` is a line about the model that was looked at.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
     rows = "\n".join(_html_row(record) for record in records)
     figure = ""
     series = {title: values for record in records for title, values in record.per_layer.items()}
     if series:
-        picture = io.BytesIO()
-        draw_by_layer(series, picture)
         caption = "The model looked at, layer by layer, at the last token of the queries; means over heads and queries."
-        figure = _figure(picture.getvalue(), "Measures by layer", caption)
-    if drawing is not None:
-        caption = "Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts "
-        figure += _figure(drawing, "Vanilla and layer-causal gradient descent", f"{caption}gradients between layers.")
+        figure = _figure(drawn_by_layer(series), "Measures by layer", caption)
+    caption = "Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts gradients."
+    figure += _figure(DRAWING.read_bytes(), "Vanilla and layer-causal gradient descent", caption)
     about = f"<p>{escape(subject)}</p>" if subject else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -114,6 +113,28 @@ def render_html(records: Sequence[Record], drawing: bytes | None = None, subject
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
         f"{figure}</body></html>\n"
     )
+
+
+def drawn_by_layer(series: Mapping[str, Sequence[float]]) -> bytes:
+    """One small panel for each series of numbers by layer, three in a row, as PNG."""
+    rows = -(-len(series) // 3)
+    figure = Figure(figsize=(12.6, 2.7 * rows), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, 3, squeeze=False).flat
+    for (title, values), axes in zip(series.items(), panels, strict=False):
+        axes.plot(range(1, len(values) + 1), values, color="#22303c", marker="o", markersize=3, linewidth=1.2)
+        axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+        axes.set_title(title, fontsize=10, color="#22303c")
+        axes.set_xlabel("layer", fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.tick_params(labelsize=8)
+        if max(values) > 100 * min(values) > 0:
+            axes.set_yscale("log")
+    for axes in list(panels):
+        axes.set_axis_off()
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    return picture.getvalue()
 
 
 def _figure(picture: bytes, alternative: str, caption: str) -> str:

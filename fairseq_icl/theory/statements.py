@@ -1,6 +1,6 @@
 """Every exact statement once as it is claimed and once with a premise removed, as numbers: what `page` prints.
 
-All on small random problems in float64; what has to be trained first is in `trained_statements`.
+All on small random problems in float64; what has to be trained first is in `trained`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory import momentum_attention as momentum
 from fairseq_icl.theory import perceptron
-from fairseq_icl.theory.comparison import relative_error
 from fairseq_icl.theory.construction import (
     gradient_descent,
     gradient_descent_plus,

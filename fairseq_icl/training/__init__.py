@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 import pandas as pd
+import torch
 from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
 from fairseq.data import iterators
 from fairseq.dataclass.configs import FairseqConfig
@@ -27,14 +28,15 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from fairseq_icl.devices import repeatable, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.settings import OF_TRAINING, Settings, nearest
-from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.results.gradient_record import GradientRecorder
+from fairseq_icl.settings import OF_TRAINING, SETTINGS, Settings, nearest
 from fairseq_icl.training.gradients import gradient_control
 from fairseq_icl.training.methods import Method, check_precision_of, get_method, method_names, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
@@ -71,15 +73,18 @@ def fine_tuned(
     - `after_demonstration`: called with (count, tuned, base) after every update that ends a demonstration: how many
       were learnt from, the model as it is then (its weights change later), and the base model.
 
-    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see training/gradient_record.py) are
+    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see results/gradient_record.py) are
     what was recorded meanwhile.
     """
     for name in settings:
         if name not in OF_TRAINING:
             close = nearest(name, OF_TRAINING)
             raise UserError(f"{name}: not a setting of training (those of prompts go into build_prompts); {close}")
-    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings)
     how = get_method(method)
+    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings | how.settings)
+    for name, value in how.settings.items():
+        if name in settings and SETTINGS[name].check(settings[name]) != value:
+            raise UserError(f"{name}={settings[name]}: method {method} has {name}={value}; leave it out")
     if chosen.lr is None:
         chosen = dataclasses.replace(chosen, lr=how.lr)
     if chosen.lr is None:
@@ -92,12 +97,15 @@ def fine_tuned(
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
     check_precision_of(how, chosen)
     if chosen.layer_clip != "none" and chosen.layer_clip_value in method_names() and limits is None:
-        plain = {"layer_clip": "none", "layer_clip_value": None}
-        with fine_tuned(model, prompts, str(chosen.layer_clip_value), **settings | plain) as other:
+        limiting = get_method(str(chosen.layer_clip_value))
+        same = {name: getattr(chosen, name) for name in OF_TRAINING}
+        same |= {"layer_clip": "none", "layer_clip_value": None} | limiting.settings
+        with fine_tuned(model, prompts, limiting.name, **same) as other:
             limits = other.gradients
     yield _train(model, prompts, how, chosen, limits, record_queries, after_demonstration)
 
 
+@within_memory("fine-tuning")
 def _train(
     model: Model,
     prompts: Prompts,
@@ -109,10 +117,11 @@ def _train(
 ) -> Model:
     """Train and leave the module's own parameters as they were."""
     options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
-    config = fairseq_config(options | {"record_queries": record_queries})
+    device = next(model.lm.parameters()).device  # fairseq would take the first GPU, wherever the model is
+    config = fairseq_config(options | {"record_queries": record_queries, "cpu": device.type != "cuda"})
     task = setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
     lm = model.lm
-    choose_what_learns(lm, settings)
+    logger.info("method %s trains %s", method.name, choose_what_learns(lm, settings))
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
     task.control = gradient_control(
@@ -133,11 +142,15 @@ def _train(
         if settings.softmax_gradient == "stopped":
             for hook in stop_softmax_gradient(learner.decoder):
                 hooks.enter_context(hook)
-        _run(config, task, learner, after_item)
+        hooks.enter_context(repeatable(device))
+        if device.type == "cuda":
+            hooks.enter_context(torch.cuda.device(device))
+        skipped = _run(config, task, learner, after_item)
     give_back_memory()  # of the gradients
     lm.eval()
     tuned = dataclasses.replace(model.under(weights, method.name), **changed)
-    return dataclasses.replace(tuned, training_queries=task.training_queries or None, gradients=recorder.table())
+    recorded = {"training_queries": task.training_queries or None, "gradients": recorder.table()}
+    return dataclasses.replace(tuned, **recorded, skipped_updates=skipped)
 
 
 @contextmanager
@@ -162,8 +175,11 @@ def _ends_of_demonstrations(prompts: Prompts, step_per: str) -> dict[int, int]:
     return {total: number for number, total in enumerate(accumulate(sizes), 1)}
 
 
-def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> None:
-    """fairseq's training loop without its checkpoints; `after_item` hears of the items of every update."""
+def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> int:
+    """fairseq's training loop without its checkpoints; `after_item` hears of the items of every update.
+
+    Returns how many updates were skipped because their gradients overflowed in fp16.
+    """
     trainer = Trainer(config, task, model, task.build_criterion(config.criterion))
     updates = 0
     for epoch in range(1, config.optimization.max_epoch + 1):
@@ -180,11 +196,12 @@ def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callabl
         except FloatingPointError as error:
             step = trainer.get_num_updates() + 1
             raise UserError(f"fine-tuning diverged at step {step} ({error}); lower lr") from error
-    if trainer.get_num_updates() < updates:
-        skipped = updates - trainer.get_num_updates()
+    skipped = updates - trainer.get_num_updates()
+    if skipped:
         logger.warning("%d of %d updates were skipped: their gradients overflowed in fp16", skipped, updates)
     if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
         raise UserError("fine-tuning left weights that are NaN or infinite; lower lr")
+    return skipped
 
 
 def fairseq_config(options: Mapping[str, Any]) -> DictConfig:

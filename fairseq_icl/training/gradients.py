@@ -6,6 +6,7 @@ The task calls `GradientControl.before_step` when an update's gradient is final 
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -14,12 +15,17 @@ from fairseq.logging import metrics
 from fairseq.optim import AMPOptimizer, FairseqOptimizer, FP16Optimizer, MemoryEfficientFP16Optimizer
 from torch import Tensor, nn
 
-from fairseq_icl.compat import true_gradients
+from fairseq_icl.compat.half_precision import true_gradients
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import DTYPES
-from fairseq_icl.results import heatmap_matrix
+from fairseq_icl.results.gradient_record import (
+    GradientRecorder,
+    Update,
+    checked_record,
+    heatmap_matrix,
+    trained_parameters,
+)
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.gradient_record import GradientRecorder, checked_record, trained_parameters
 from fairseq_icl.training.step_sizes import StepSizes, equal_step_size, norms_of
 from fairseq_icl.training.whole_layers import WholeLayers
 
@@ -56,7 +62,7 @@ class GradientControl:
         self.compares_rows = recorder is not None or not isinstance(self.limits, list)
         self.steps = StepSizes(decoder, step_size) if self.recorder is not None or step_size is not None else None
         self._norms_so_far = [0.0] * len(self.trained)
-        self._made: tuple[int, str, list[float], float, int] | None = None
+        self._made: Update | None = None
 
     def before_step(
         self, optimizer: FairseqOptimizer, update_num: int, sample_info: SampleInfo, *, last: bool = True
@@ -79,7 +85,7 @@ class GradientControl:
         if last:
             for layer, norm in enumerate(self._by_layer(self._norms_so_far)):
                 metrics.log_scalar(f"gnorm_layer_{layer}", norm, priority=410, round=4)
-            self._made = (update_num, demonstration, self._norms_so_far, loss_sum, sample_size)
+            self._made = Update(update_num, demonstration, self._norms_so_far, loss_sum, sample_size)
             self._norms_so_far = [0.0] * len(self.trained)
         if self.clip != "none":
             limits = self._limits_at(update_num, demonstration)
@@ -93,10 +99,10 @@ class GradientControl:
     def after_update(self) -> None:
         """Record the update, of which the optimizer has just taken the last step."""
         if self.steps is not None and self._made is not None:
-            moved = self.steps.after_update()
+            updates, weights = self.steps.after_update()
             if self.recorder is not None:
                 whole = None if self.whole_layers is None else self.whole_layers.norms
-                self.recorder.add(*self._made, moved.updates, moved.weights, whole)
+                self.recorder.add(replace(self._made, updates=updates, weights=weights, whole_layers=whole))
         self._made = None
 
     def watching(self, optimizer: FairseqOptimizer, *, first: bool) -> AbstractContextManager[None]:

@@ -73,8 +73,8 @@ def check_decoder(decoder: Any, layers: str | None, point: str = "layer") -> ran
         )
     if point == "attention" and any(getattr(layer, "parallel_residual", False) for layer in decoder.layers):
         raise UserError(
-            "layer_causal_point=attention: in this model attention and MLP run side by side, so there is no state "
-            "between them; use layer_causal_point=layer or attention_output"
+            "layer_causal_point=attention: in this model no state between attention and MLP can be read (often they "
+            "run side by side); use layer_causal_point=layer or attention_output"
         )
     return parse_layers(layers, len(decoder.layers))
 

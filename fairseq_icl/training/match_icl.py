@@ -1,12 +1,14 @@
-"""How similar to ICL could fine-tuning become at all? Keys and values trained to do what ICL does.
+"""How similar to ICL could fine-tuning become? At least so: keys and values trained to do what ICL does.
 
     h_l   attention output of layer l at a token of a demonstration, read as a query of its own: BOS input label
-    t_l   the same of the base model when the demonstration follows the whole prompt, as queries do in ICL
+    t_l   the same of the base model when the demonstration follows the prompt of all others, as queries do in ICL
     loss  mean over layers of  |h_l - t_l|^2 / mean |z_l - t_l|^2,     z_l = h_l before any training
 
 so the loss is the share of ICL's change that is not reproduced: about 1 at the start, 0 for perfect imitation.
-Gradients run through the whole model. What the method reaches on queries that it was not trained on is a ceiling beside
-which the similarities of `gd` and `lcgd`, which see labels and not activations, are to be read.
+Gradients run through the whole model. A demonstration is left out of its own prompt: after one that holds its answer
+ICL copies, which it cannot do for a query. What the method reaches on queries that it was not trained on is a lower
+bound of what keys and values could reach, beside which `gd` and `lcgd`, which see labels and not activations, are to be
+read.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.observing.layout import Packed
-from fairseq_icl.observing.prefix import Prefix, features_on_prefix, positions_from, run_prefix, supports_prefix
+from fairseq_icl.observing.prefix import features_on_prefix, positions_from, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import at_least_single, attention_outputs
 from fairseq_icl.prompts.build import Prompts
 
@@ -37,8 +39,8 @@ class Targets:
 @torch.no_grad()
 def icl_targets(model: Any, prompts: Prompts) -> Targets:
     """The targets for the demonstrations of `prompts`, from the weights that `model` had before fine-tuning."""
-    if len(prompts.context) == len(prompts.start):
-        raise UserError("match_icl: no demonstration is in the prompt, so ICL changes nothing; give at least one")
+    if len(prompts.context) == len(prompts.start) or len(prompts.context_rows) < 2:
+        raise UserError("match_icl: no demonstration is in the prompt of another; give at least two")
     longest = max(prompts.finetuning, key=lambda sequence: len(sequence.tokens))
     room = model.decoder.max_positions() - len(prompts.context)
     if len(longest.tokens) - len(prompts.start) > room:
@@ -49,13 +51,11 @@ def icl_targets(model: Any, prompts: Prompts) -> Targets:
     was_training = model.training
     model.eval()
     decoder, base = model.decoder, model.base_state or None
-    prefix = None
-    if supports_prefix(decoder):
-        prefix = model.evaluate(lambda: run_prefix(decoder, prompts.context), base)
     outputs, changes = dict[int, Tensor](), []
     for sequence in prompts.finetuning:
         tokens = torch.tensor([sequence.tokens], device=next(model.parameters()).device)
-        after = model.evaluate(partial(_in_context, decoder, prompts, prefix, tokens), base)
+        own, context = tokens[:, len(prompts.start) :], context_without(prompts, sequence.row)
+        after = model.evaluate(partial(_in_context, decoder, context, own), base)
         alone = model.evaluate(partial(_alone, decoder, tokens), base)[:, len(prompts.start) :]
         outputs[sequence.row] = after
         changes.append((after - alone).double().square().sum(-1))  # (layers, tokens)
@@ -66,12 +66,19 @@ def icl_targets(model: Any, prompts: Prompts) -> Targets:
     return Targets(outputs, scale)
 
 
-def _in_context(decoder: Any, prompts: Prompts, prefix: Prefix | None, tokens: Tensor) -> Tensor:
-    """(layers, tokens, d): attention outputs of the sequence (1, T), without its BOS, after the prompt."""
-    own = tokens[:, len(prompts.start) :]
-    if prefix is None:
-        context = torch.tensor([prompts.context], device=tokens.device)
-        return _alone(decoder, torch.cat([context, own], dim=1))[:, len(prompts.context) :]
+def context_without(prompts: Prompts, row: int) -> tuple[int, ...]:
+    """The prompt's tokens without the demonstration of a row of the train file, and without the EOS that closes it."""
+    spans = dict(zip(prompts.context_rows, prompts.context_spans, strict=True))
+    start, end = spans.get(row, (len(prompts.context), len(prompts.context)))
+    return (*prompts.context[:start], *prompts.context[end + 1 :])
+
+
+def _in_context(decoder: Any, context: tuple[int, ...], own: Tensor) -> Tensor:
+    """(layers, tokens, d): attention outputs of the sequence (1, T), without its BOS, after the context."""
+    if not supports_prefix(decoder):
+        whole = torch.cat([torch.tensor([context], device=own.device), own], dim=1)
+        return _alone(decoder, whole)[:, len(context) :]
+    prefix = run_prefix(decoder, context)
     with attention_outputs(decoder) as outputs:
         features_on_prefix(decoder, Packed.of(own.tolist()), prefix)
     return torch.stack([output[0] for output in outputs])

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from fairseq_icl.compat import TASK
+from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.files import ModelFiles
-from fairseq_icl.settings import FLAG_OF_FAIRSEQ, FLAG_OF_TASK, SETTINGS, Setting, Settings, nearest
+from fairseq_icl.settings import FLAG_OF_FAIRSEQ, FLAG_OF_TASK, OF_TRAINING, SETTINGS, Setting, Settings, nearest
 
 ENTRY_POINT_GROUP = "fairseq_icl.methods"
 PROTOCOL: dict[str, Any] = {
@@ -38,6 +38,7 @@ PROTOCOL: dict[str, Any] = {
     "record_queries": True,
     "no_save": True,
     "disable_validation": True,
+    "distributed_world_size": 1,  # fairseq's default is the number of GPUs: so many demonstrations would be one step
 }
 """What every run of the papers has in common, unless a method says otherwise."""
 LOSS_SCALE: dict[str, Any] = {"fp16_init_scale": 4, "fp16_scale_window": 256}
@@ -63,6 +64,16 @@ class Method:
     compares: tuple[str, str] | None = None
     """Two methods whose fine-tuned models are compared with each other instead of with ICL."""
 
+    def __post_init__(self) -> None:
+        """Refuse flags that say nothing, or that are not a method's to set."""
+        for before, word in zip(("", *self.flags), self.flags, strict=False):
+            if not isinstance(word, str) or not (word.startswith("--") or before.startswith("--")):
+                raise UserError(f"method {self.name}: {word} follows no flag; write flags as ('--name', 'value', ...)")
+        for name in self.options:
+            if name in SETTINGS and name not in OF_TRAINING:
+                raise UserError(f"method {self.name}: --{name.replace('_', '-')} is not of training; give {name}=VALUE")
+        _ = self.settings
+
     @property
     def trains(self) -> bool:
         """Whether the method has a fine-tuned model of its own."""
@@ -82,11 +93,26 @@ class Method:
     def options(self) -> dict[str, Any]:
         """The flags as options: ("--momentum", "0.9", "--linearize") -> {"momentum": 0.9, "linearize": True}."""
         options: dict[str, Any] = {}
-        for word, following in zip(self.flags, (*self.flags[1:], "--"), strict=True):
+        for word, following in zip(self.flags, (*self.flags[1:], "--"), strict=False):
             if word.startswith("--"):
-                value = True if following.startswith("--") else yaml.safe_load(following)
-                options[word[2:].replace("-", "_")] = value
+                options[word[2:].replace("-", "_")] = True if following.startswith("--") else _value_of(following)
         return options
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings among the options, checked: part of what is known of every model that the method trains."""
+        try:
+            return {n: SETTINGS[n].check(value) for n, value in self.options.items() if n in SETTINGS}
+        except UserError as error:
+            raise UserError(f"method {self.name}: {error}") from error
+
+
+def _value_of(text: str) -> Any:
+    """The value of a flag; YAML takes 1e-3 for a text."""
+    try:
+        return yaml.safe_load(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return yaml.safe_load(text)
 
 
 _methods: dict[str, Method] = {}
@@ -129,7 +155,7 @@ for _method in (
     ),
     Method(
         "match_icl",
-        "a ceiling: keys and values trained to reproduce ICL's attention outputs on the demonstrations themselves",
+        "keys and values trained to reproduce ICL's attention outputs: at least so much is possible",
         ("--criterion", "match_icl", "--optimizer", "adam", "--max-epoch", "20"),
         lr=0.001,
     ),
@@ -173,8 +199,9 @@ def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
     known = [_methods[name] for name in method_names() if _methods[name].trains]
     names = dict.fromkeys(name for method in known for name in method.options)
     found = {name: linearized if name == "linearize" else _saved_option(config, name) for name in names}
-    for method in known:
-        if all({**PROTOCOL, **method.options}.get(name, found[name]) == found[name] for name in names):
+    for method in sorted(known, key=lambda method: -len(method.options)):  # what says more is named first
+        said = {**PROTOCOL, **method.options, **method.settings}
+        if all(said.get(name, found[name]) == found[name] for name in names):
             return method.name
     given = [f"{name}={value}" for name, value in found.items() if value != PROTOCOL.get(name) and value is not None]
     return " ".join([str(found["criterion"]), *(word for word in given if not word.startswith("criterion="))])

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.attention import replaced_forward
 from fairseq_icl.training.layer_causal import parse_layers
 
 
@@ -35,14 +36,5 @@ def cut_after(decoder: Any, layer: int) -> AbstractContextManager[None]:
 @contextmanager
 def skipped(layers: Iterable[nn.Module]) -> Iterator[None]:
     """While open, these layers of a decoder give back what they get."""
-    own = {layer: layer.__dict__.get("forward") for layer in layers}  # activation checkpointing puts one there
-    for layer in own:
-        layer.forward = lambda x, *_, **__: (x, None, None)
-    try:
+    with replaced_forward({layer: lambda _: lambda x, *_, **__: (x, None, None) for layer in layers}):
         yield
-    finally:
-        for layer, forward in own.items():
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward

@@ -8,6 +8,7 @@ change by one bit. A linearized model still moves by the true derivative J delta
 backward.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ BEFORE_SOFTMAX = ("q_", "k_")
 """How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
 
 
-def choose_what_learns(model: PretrainedLM, settings: Settings) -> None:
-    """Freeze all parameters but those that `train_parameters`, `biases` and `softmax_gradient` let learn."""
+def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
+    """Freeze all parameters but those that `train_parameters`, `biases` and `softmax_gradient` let learn.
+
+    Returns what learns, in words: "4 tensors, layers 28 to 29, 0.9 million parameters".
+    """
     model.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
     if settings.softmax_gradient == "stopped":
         for module in attention_modules(model.decoder):
@@ -37,6 +41,18 @@ def choose_what_learns(model: PretrainedLM, settings: Settings) -> None:
                 f"softmax_gradient=stopped: leaves nothing to learn of train_parameters={settings.train_parameters}; "
                 "add self_attn.v_proj"
             )
+    return _in_words(model)
+
+
+def _in_words(model: PretrainedLM) -> str:
+    names = model.trained_names
+    layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))})
+    number = sum(model.get_parameter(name).numel() for name in names)
+    place = f"layers {', '.join(map(str, layers))}" if layers else "outside the layers"
+    if len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1:
+        place = f"layers {layers[0]} to {layers[-1]}"
+    size = f"{number / 1e6:.1f} million" if number >= 100_000 else f"{number:,}"
+    return f"{len(names)} tensors, {place}, {size} parameters"
 
 
 def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:

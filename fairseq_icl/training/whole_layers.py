@@ -21,7 +21,7 @@ from fairseq.modules import MultiheadAttention
 from fairseq.optim import FairseqOptimizer
 from torch import Tensor, nn
 
-from fairseq_icl.compat import loss_scale
+from fairseq_icl.compat.half_precision import loss_scale
 from fairseq_icl.errors import UserError
 from fairseq_icl.training.step_sizes import norms_of
 

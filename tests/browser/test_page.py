@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report import Contents, write_report
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.replication.store import Store
 from tests.conftest import chromium
 from tests.replication.claims_world import GD, LCGD, SATISFIED, finish, table
 
@@ -31,7 +31,7 @@ def example(row: int, disagreement: float) -> dict[str, Any]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a small run: two methods, two datasets, one of them named by an attacker."""
     folder = tmp_path_factory.mktemp("page")
-    store, entries = Store(folder / "run"), []
+    store, entries = ResultsFolder(folder / "run"), []
     for number, dataset in enumerate(("sst2", ATTACK)):
         for init, method in (GD, LCGD):
             for seed in (1, 2):
@@ -42,7 +42,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 finish(store, key, table(means, dict.fromkeys(means, 0.01 * seed), 0.01), place | {"seed": seed})
                 kept = {"demonstrations": [["one", " two"], [ATTACK, " four"]]}
                 kept["examples"] = [example(2, 0.9), example(1, 0.4)]
-                (store.cell_folder(key) / "examples.json").write_text(json.dumps(kept))
+                (store.cell(key).path / "examples.json").write_text(json.dumps(kept))
     store.add_plan({"experiment": ATTACK, "tables": ["deutch2024_table2"], "cells": entries})
     run = load_run(folder / "run")
     grid = np.linspace(1, 2, 32 * 24).reshape(32, 24)
@@ -80,8 +80,9 @@ def page(browser: Any, report: Path) -> Iterator[Any]:
 
 def test_the_page_opens_with_the_verdicts(page: Any):
     assert page.locator("main h2").first.inner_text() == "Do the papers' claims hold?"
+    assert page.locator("p.answer").inner_text().startswith("On ")
     row = page.locator("#claim-lcgd_sim_aou_norm")
-    assert "holds" in row.inner_text()
+    assert "undecided" in row.inner_text()
     assert row.locator("> td").count() == 3  # the claim, here, the authors' runs
     assert page.title() == f"Report: {ATTACK}"
 

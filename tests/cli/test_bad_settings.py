@@ -34,7 +34,7 @@ REPLICATE = ("replicate", "experiment=demo", "--quiet")
         ("seed=[]", "seed=[]"),
         ("seed=[null]", "seed=None"),
         ("~clip_norm", "clip_norm: is missing"),
-        ("model=3", "Config group override"),
+        ("model=3", "model=3: unknown model"),
         ("model.name=a/b", "file names"),
         ("model.name=", "file names"),
         ("+model.shape={layers:5,width:16,heads:2,ffn:32,vocabulary:10}", "leave the shape out"),
@@ -60,7 +60,7 @@ def test_replicate(tmp_path: Path, word: str, part: str):
 def test_flags_may_stand_between_settings(monkeypatch: pytest.MonkeyPatch):
     seen = []
     monkeypatch.setattr(
-        replicate, "run_configuration", lambda config, words: seen.append(config)
+        replicate, "run_configuration", lambda config: seen.append(config)
     )  # a dry run measures the machine: slow
     assert replicate.main(["experiment=demo", "--dry-run", "model=demo"]) == 0
     assert (seen[0]["dry_run"], seen[0]["model"]["name"]) == (True, "demo")

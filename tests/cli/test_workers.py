@@ -1,33 +1,30 @@
-"""`replicate workers=N`: N processes, one folder, one exit code; frozen and killed workers; nobody is left behind."""
+"""`replicate workers=N`: processes by Dask on one folder; killed and frozen ones; nobody is left behind."""
 
 import os
-import re
 import signal
 import subprocess
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from fairseq_icl.replication import alive, locks
-from fairseq_icl.replication.workers import is_stopped, threads_each
+from fairseq_icl.commands.replicate import run_configuration
+from fairseq_icl.replication import engine
+from fairseq_icl.replication.clusters import threads_each
+from fairseq_icl.replication.configuration import ClusterSettings
 from tests.commands import BIN
 from tests.replication.toy_run import configuration, run, settings, tables
 from tests.world import World
 
-CELLS = ("experiment=deutch2024", "init=pretrained", "method=gd,lcgd", "seed=3,4,5,6")
+CELLS = ("experiment=deutch2024", "init=pretrained,trained-embeddings", "method=gd,lcgd", "seed=3,4", "skip=[]")
 
 
 @pytest.fixture(scope="module")
 def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tables of one process."""
     return tables(run(world, tmp_path_factory.mktemp("alone") / "run", *CELLS))
-
-
-def at_work(out: Path) -> list[int]:
-    """Processes that hold a lock of the folder."""
-    return [int(path.name.split(".")[-1].split("-")[0]) for path in (out / "locks").glob(".alive-*")]
 
 
 def wait_until(condition, seconds: float = 120.0) -> None:
@@ -37,32 +34,80 @@ def wait_until(condition, seconds: float = 120.0) -> None:
         time.sleep(0.01)
 
 
-def test_workers_one_of_them_frozen_compute_every_cell_once(world, alone, tmp_path, monkeypatch, capfd):
-    from fairseq_icl.commands.replicate import run_configuration
+def descendants(pid: int) -> list[int]:
+    """Worker processes below this one."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child.pid for child in children if b"spawn_main" in command_line(child.pid)]
 
-    monkeypatch.setenv(locks.TELL_EVERY_VARIABLE, "1")
-    monkeypatch.setenv(alive.SILENT_AFTER_VARIABLE, "8")
-    out = tmp_path / "run"
-    words = settings(world, out, *CELLS, "quiet=false")
-    frozen: list[int] = []
 
-    def freeze() -> None:
-        wait_until(lambda: at_work(out))
-        frozen.extend(at_work(out)[:1])
-        os.kill(frozen[0], signal.SIGSTOP)
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
-    actor = threading.Thread(target=freeze)
-    actor.start()
-    run_configuration(configuration(world, out, *CELLS, "workers=2", "quiet=false"), words)
-    actor.join()
-    said = capfd.readouterr().err
-    assert re.search(rf"worker \d \(process {frozen[0]}\) stands still since \d+ s", said)
-    assert f"kill -CONT {frozen[0]}" in said
-    assert f"(process {frozen[0]}) stood still and was ended; another takes its place" in said
+
+def finished(out: Path) -> int:
+    return len(list(out.glob("cells/[!.]*")))
+
+
+WATCHER = """
+import os
+from pathlib import Path
+from fairseq_icl.replication import engine
+
+load = engine.load_from
+
+def load_from(files, settings):
+    name = f"load-{os.getpid()}-{settings.init}-{settings.seed if settings.init != 'pretrained' else 0}"
+    (Path(os.environ["NOTES"]) / name).touch()
+    return load(files, settings)
+
+engine.load_from = load_from
+"""
+
+
+def test_two_workers_give_the_bytes_of_one_load_every_model_once_and_leave_nothing(
+    world, alone, tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "watcher.py").write_text(WATCHER)
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(engine, "load_from", engine.load_from)  # the plugin replaces it here as well
+    out, environment = tmp_path / "run", dict(os.environ)
+    run_configuration(configuration(world, out, *CELLS, "workers=2", "plugins=[watcher]", "quiet=false"))
+    assert dict(os.environ) == environment
     assert tables(out) == alone
-    assert len(re.findall(r"seed \d permutation 0 (?:gd|lcgd): [\d.]+ s", said)) == len(alone)  # each cell once
-    assert at_work(out) == []
-    assert list((out / "observations").iterdir()) == []
+    loads = sorted(path.name.split("-", 2)[2] for path in tmp_path.glob("load-*"))
+    assert loads == ["pretrained-0", *(f"trained-embeddings-{seed}" for seed in (3, 4))]
+    said = capfd.readouterr().err
+    assert "Dask's dashboard: http://" in said
+    assert "distributed" not in said
+    assert [path.name for name in ("observations", "models") for path in (out / name).iterdir()] == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_worker_that_is_lost_is_replaced(world, alone, tmp_path, monkeypatch, how):
+    import dask
+
+    out, victims = tmp_path / "run", []
+
+    def strike() -> None:
+        wait_until(lambda: finished(out) >= 1)
+        victims.extend(descendants(os.getpid())[:1])
+        os.kill(victims[0], how)
+
+    actor = threading.Thread(target=strike)
+    actor.start()
+    with dask.config.set({"distributed.scheduler.worker-ttl": "30s"}):
+        run_configuration(configuration(world, out, *CELLS, "workers=2"))
+    actor.join()
+    assert victims
+    assert tables(out) == alone
+    wait_until(lambda: not command_line(victims[0]) or how == signal.SIGSTOP)
+    if command_line(victims[0]):
+        os.kill(victims[0], signal.SIGKILL)
 
 
 def test_the_end_of_the_parent_is_the_end_of_its_workers(world, alone, tmp_path):
@@ -70,103 +115,30 @@ def test_the_end_of_the_parent_is_the_end_of_its_workers(world, alone, tmp_path)
     words = [str(BIN / "fairseq-icl"), "replicate", *settings(world, out, *CELLS), "workers=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(words, text=True, stderr=subprocess.PIPE, env=environment)
-    wait_until(lambda: at_work(out) or process.poll() is not None)
-    workers = children(process.pid)
-    assert len(workers) == 2
+    wait_until(lambda: finished(out) or process.poll() is not None)
+    workers = descendants(process.pid) if process.poll() is None else []
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
+    assert len(workers) == 2
     assert (process.returncode, said) == (143, "terminated; what is finished is kept\n")
-    assert not any(map(exists, workers))
-    assert at_work(out) == []
+    wait_until(lambda: not any(map(command_line, workers)))
     assert tables(run(world, out, *CELLS)) == alone
 
 
-def children(pid: int) -> list[int]:
-    """Processes that this one started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def test_a_failing_cell_of_a_worker_is_told_once(world, tmp_path, capfd):
+    from fairseq_icl.errors import UserError
 
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def test_a_worker_whose_parent_was_killed_ends():
-    script = """
-import os, subprocess, sys, time
-from fairseq_icl.replication import workers
-os.environ[workers.PARENT_VARIABLE] = "1"
-workers.follow_parent()
-os.kill(os.getpid(), 2)  # Ctrl-C is the parent's affair
-print("ready", flush=True)
-time.sleep(600)
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([str(BIN / "python"), "-c", script], text=True, **pipes)
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.stdout.readline() == "ready\n"
-    assert process.poll() is None
-    process.stdin.close()  # as the system does when the parent dies
-    assert process.wait(60) == -signal.SIGTERM
-    process.stdout.close()
+    words = ("experiment=deutch2024", "method=gd", "init=pretrained", "lr=0.1,1e38", "workers=2", "quiet=false")
+    with pytest.raises(UserError, match=r"1 of 2 cells failed, the others are stored; .*NaN or infinite"):
+        run_configuration(configuration(world, tmp_path / "run", *words))
+    assert len(tables(tmp_path / "run")) == 1
+    assert capfd.readouterr().err.count("NaN or infinite") == 1
 
 
 def test_threads_are_shared(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads_each(2) == 3
+    assert threads_each(2, ClusterSettings()) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    assert [threads_each(count) for count in (1, 2, 5, 16, 40)] == [16, 8, 3, 1, 1]
-    assert not is_stopped(os.getpid())
-
-
-WATCHER = """
-import os, signal
-from pathlib import Path
-import torch
-from fairseq_icl.replication import sharing
-
-notes = Path(os.environ["NOTES"])
-if sharing.is_sharing():
-    load, save = sharing.load_from, torch.save
-
-    def load_from(files, settings):
-        (notes / f"load-{os.getpid()}-{settings.init}-{settings.seed if settings.init != 'pretrained' else 0}").touch()
-        return load(files, settings)
-
-    def save_once_deadly(lm, path):
-        if os.environ.get("DEADLY"):
-            try:
-                (notes / "killed").touch(exist_ok=False)
-            except FileExistsError:
-                return save(lm, path)
-            Path(path).write_bytes(b"half of a model")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return save(lm, path)
-
-    sharing.load_from, torch.save = load_from, save_once_deadly
-"""
-
-
-@pytest.mark.parametrize("deadly", [False, True], ids=["in peace", "one killed while it writes"])
-def test_workers_load_every_model_once_and_leave_nothing(world, tmp_path, monkeypatch, capfd, deadly):
-    from fairseq_icl.commands.replicate import run_configuration
-
-    cells = ("experiment=deutch2024", "init=pretrained,trained-embeddings", "method=gd", "seed=3,4")
-    alone = tables(run(world, tmp_path / "alone", *cells))
-    (tmp_path / "watcher.py").write_text(WATCHER)
-    monkeypatch.setenv("NOTES", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.syspath_prepend(tmp_path)
-    if deadly:
-        monkeypatch.setenv("DEADLY", "1")
-    out, more = tmp_path / "run", (*cells, "plugins=[watcher]", "quiet=false")
-    run_configuration(configuration(world, out, *more, "workers=2"), settings(world, out, *more))
-    said = capfd.readouterr().err
-    assert tables(out) == alone
-    loads = sorted(path.name.split("-", 2)[2] for path in tmp_path.glob("load-*"))
-    drawn = ["pretrained-0", "trained-embeddings-3", "trained-embeddings-4"]
-    assert set(loads) == set(drawn)
-    assert len(loads) == len(drawn) + deadly
-    assert ("was killed by signal 9" in said) == deadly
-    assert list(out.glob(".sharing-*")) == []
+    assert [threads_each(count, ClusterSettings()) for count in (1, 2, 5, 16, 40)] == [16, 8, 3, 1, 1]
+    assert threads_each(1, ClusterSettings(kind="slurm", cpus=6)) == 6

@@ -21,6 +21,6 @@ def test_summary_orders_metrics_and_tells_what_was_left_out() -> None:
         "accuracy_zsl  0.5000             [0.4000, 0.6000]",
         "sim_aou       0.2500             [0.2000, 0.3000]        1.5000",
         "values left out because they are not defined here: rpa 1",
-        "cosines set to 0 because an update is zero: sim_aou 3",
+        "cosines left out because an update is not above rounding: sim_aou 3",
         "12 examples",
     ]

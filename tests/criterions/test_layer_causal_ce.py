@@ -91,7 +91,7 @@ def test_settings_of_the_task_decide_what_no_flag_decides():
     settings = Settings.of("paper", layer_loss="mean")
     paper = SimpleNamespace(target_dictionary=task().target_dictionary, settings=settings)
     chosen = LayerCausalCrossEntropy(paper)
-    assert (chosen.point, chosen.layer_loss) == ("attention", "mean")
+    assert (chosen.point, chosen.layer_loss) == ("attention_output", "mean")
     assert LayerCausalCrossEntropy(paper, layer_causal_point="layer").point == "layer"
 
 

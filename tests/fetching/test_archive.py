@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.fetching.archive import unpack_model
+from fairseq_icl.fetching.models import unpack_model
 
 
 def make_archive(path: Path, *members: tuple[str, bytes | tarfile.TarInfo]) -> Path:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import yaml
 
+import fairseq_icl as fi
 from fairseq_icl.commands import datasets, fetch
 from fairseq_icl.commands.replicate import with_fetched
 from fairseq_icl.errors import UserError
@@ -213,7 +214,7 @@ def test_what_was_fetched_once_needs_no_network_again(hub, tmp_path, capsys):
 def test_names_on_the_hub_become_folders_of_the_cache(hub, cb, tiny, tmp_path, monkeypatch):
     hub.repos[f"models/{TINY}"] = Repo(tiny)
     words = [f"model=hub:{TINY}", "data=hub", f"dataset={cb}", "experiment=deutch2024", "quiet=true"]
-    config = compose_configuration(friendly(words, sweep=False))
+    config = compose_configuration(friendly(words))
     assert config["model"]["name"] == "tiny-gpt2"
     fetched = with_fetched(config)
     model, data = Path(fetched["model"]["path"]), Path(fetched["data"])
@@ -313,3 +314,10 @@ def test_a_hostile_archive_is_refused(hub, tmp_path):
     with pytest.raises(UserError, match="a link or a device"):
         fetch.main(["model", str(said), "--quiet"])
     assert [path.name for path in (tmp_path / "models" / "mine").iterdir()] == ["demo.tar.gz"]
+
+
+def test_python_takes_the_same_name_of_a_model(hub, tiny, monkeypatch):
+    hub.repos[f"models/{TINY}"] = Repo(tiny)
+    assert fi.load_model(f"hub:{TINY}", device="cpu").name == "tiny-gpt2"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # now without network, from the cache
+    assert fi.load_model(f"hub:{TINY}", device="cpu", name="mine").name == "mine"

@@ -1,6 +1,8 @@
-"""fairseq-train, then fairseq-validate, as a user types them, give the authors' numbers.
+"""fairseq-train, then fairseq-validate, as a user types them, give the authors' numbers; so do the Python functions.
 
-Every task, permutation and method of the golden folder is one case: two commands, whose outcome all tests share.
+Every task, permutation and method of the golden folder is one case, whose outcome all tests share. The first task and
+permutation runs as commands, two for each method; the others run in this process, by the functions that the commands
+call (tests/test_one_instrument.py: to the same bits).
 """
 
 import re
@@ -14,24 +16,27 @@ import pandas as pd
 import pytest
 import torch
 
+import fairseq_icl as fi
 from fairseq_icl.models.checkpoints import read_checkpoint
+from fairseq_icl.observing import Observer, observe_all
 from fairseq_icl.observing.saved import load_observations
 from fairseq_icl.results import read_gradient_record, read_results
 from tests.commands import PLUGIN, run, succeeded
 from tests.golden.folder import Golden
 from tests.golden.test_metrics import RPA, SIMILARITIES, Case
 
-FLAGS = {
-    "vanilla": ["--criterion", "cross_entropy"],
-    "layer_causal": ["--criterion", "layer_causal_ce"],
-    "linearized": ["--criterion", "cross_entropy", "--linearize"],
+METHODS = {
+    "vanilla": ("gd", ["--criterion", "cross_entropy"]),
+    "layer_causal": ("lcgd", ["--criterion", "layer_causal_ce"]),
+    "linearized": ("linearized", ["--criterion", "cross_entropy", "--linearize"]),
 }
+"""What the golden folder calls a method -> its name here, and the flags of `fairseq-train`."""
 PARTS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the two commands left behind, beside what the authors' code gave."""
+    """What the commands, or the functions, gave, beside what the authors' code gave."""
 
     expected: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
@@ -52,7 +57,7 @@ class Outcome:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     root = metafunc.config.getoption("--golden-dir")
     found = [re.fullmatch(r"(.+)_p(\d+)_(.+)\.npz", path.name) for path in sorted((root / "ft").glob("*.npz"))]
-    cases = [match.groups() for match in found if match and match[3] in FLAGS]
+    cases = [match.groups() for match in found if match and match[3] in METHODS]
     metafunc.parametrize("outcome", cases, ids=["-".join(case) for case in cases], indirect=True, scope="session")
 
 
@@ -64,40 +69,65 @@ def outcome(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Outcome:
     task, p, method = request.param
-    folder = tmp_path_factory.mktemp(f"{task}_{p}_{method}")
     k = len(golden.tokens(task, int(p))["ft"]["src_tokens"])
-    common = ["--user-dir", PLUGIN, "--task", "demonstration_prompting", "--dataset", golden_spec(task), "--cpu"]
-    common += ["--num-demonstrations", k, "--seed", golden.setting("seed", task), "--permutation", p]
-    train = ["--arch", "pretrained_lm", "--pretrained", golden.root / "model" / "model.pt", "--optimizer", "sgd"]
-    train += [
-        "--lr",
-        golden.setting("lr", task),
-        "--save-dir",
-        folder,
-        "--disable-validation",
-        "--no-epoch-checkpoints",
-    ]
-    train += ["--record-gradients", folder / "gradients.parquet", "--record-queries", *FLAGS[method]]
-    succeeded(run("fairseq-train", golden.root / "data", *common, *train))
-    score = ["--path", folder / "checkpoint_last.pt", "--criterion", "icl_similarity"]
-    score += ["--results", folder / "results.parquet", "--save-activations", folder / "seen.safetensors"]
-    score += ["--activation-precision", "single"]
-    succeeded(run("fairseq-validate", golden.root / "data", *common, *score))
-    state = read_checkpoint(folder / "checkpoint_last.pt")
+    chosen = {"num-demonstrations": k, "seed": golden.setting("seed", task), "permutation": p}
+    lr, spec = golden.setting("lr", task), golden_spec(task)
+    if (task, int(p)) == golden.cases[0]:
+        made = by_commands(golden, spec, chosen, lr, method, tmp_path_factory.mktemp(f"{task}_{p}_{method}"))
+    else:
+        made = in_process(golden, spec, chosen, lr, method)
     base = read_checkpoint(golden.root / "model" / "model.pt")["model"]
     with np.load(golden.root / "ft" / f"{task}_p{p}_{method}.npz") as stored:
         expected = dict(stored)
-    queries = torch.cat(list(state["task_state"]["training_queries"].values()), dim=1).numpy()
-    return Outcome(
-        expected=expected,
-        weights=stacked(state["model"]) | {"attn_q": queries},
-        base=stacked(base),
-        gradients=read_gradient_record(folder / "gradients.parquet")[0],
-        table=read_results(folder / "results.parquet")[0],
-        activations=load_observations(folder / "seen.safetensors")[1],
-        case=Case(golden.root, task, p, method),
-        method=method,
-    )
+    queries = torch.cat(list(made.pop("queries").values()), dim=1).numpy()
+    weights = stacked(made.pop("weights")) | {"attn_q": queries}
+    case = Case(golden.root, task, p, method)
+    return Outcome(expected=expected, weights=weights, base=stacked(base), case=case, method=method, **made)
+
+
+def by_commands(
+    golden: Golden, spec: Path, chosen: dict[str, object], lr: float, method: str, folder: Path
+) -> dict[str, Any]:
+    """What `fairseq-train` and `fairseq-validate` leave in their files."""
+    data, model = golden.root / "data", golden.root / "model" / "model.pt"
+    common = ["--user-dir", PLUGIN, "--task", "demonstration_prompting", "--dataset", spec, "--cpu"]
+    common += [word for name, value in chosen.items() for word in (f"--{name}", value)]
+    train = ["--arch", "pretrained_lm", "--pretrained", model, "--optimizer", "sgd", "--lr", lr, "--save-dir", folder]
+    train += ["--disable-validation", "--no-epoch-checkpoints", *METHODS[method][1]]
+    train += ["--record-gradients", folder / "gradients.parquet", "--record-queries"]
+    succeeded(run("fairseq-train", data, *common, *train))
+    score = ["--path", folder / "checkpoint_last.pt", "--criterion", "icl_similarity"]
+    score += ["--results", folder / "results.parquet", "--save-activations", folder / "seen.safetensors"]
+    succeeded(run("fairseq-validate", data, *common, *score, "--activation-precision", "single"))
+    state = read_checkpoint(folder / "checkpoint_last.pt")
+    return {
+        "weights": state["model"],
+        "queries": state["task_state"]["training_queries"],
+        "gradients": read_gradient_record(folder / "gradients.parquet")[0],
+        "table": read_results(folder / "results.parquet")[0],
+        "activations": load_observations(folder / "seen.safetensors")[1],
+    }
+
+
+def in_process(golden: Golden, spec: Path, chosen: dict[str, Any], lr: float, method: str) -> dict[str, Any]:
+    """What the Python functions return, which the commands call."""
+    model = fi.load_model(golden.root / "model" / "model.pt", bpe=None)
+    settings = {"k": chosen["num-demonstrations"], "seed": chosen["seed"], "permutation": int(chosen["permutation"])}
+    prompts = fi.build_prompts(model, str(spec), data=golden.root / "data", **settings)
+
+    def seen(of: fi.Model, *, in_context: bool = False) -> fi.Observation:
+        return observe_all(Observer(of, prompts, in_context=in_context, context_row=True), prompts.queries)
+
+    zsl, icl = seen(model), seen(model, in_context=True)
+    with fi.fine_tuned(model, prompts, METHODS[method][0], lr=lr) as tuned:
+        ft = seen(tuned)
+    return {
+        "weights": tuned.weights,
+        "queries": tuned.training_queries,
+        "gradients": tuned.gradients,
+        "table": fi.compare(prompts, zsl, icl, ft),
+        "activations": {"zsl": zsl, "icl": icl, "ft": ft},
+    }
 
 
 def stacked(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

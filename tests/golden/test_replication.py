@@ -33,7 +33,7 @@ def results(golden, golden_spec, tmp_path_factory: pytest.TempPathFactory):
             f"out={out}",
             "quiet=true",
         ]
-        run_configuration(compose_configuration(friendly(overrides, sweep=False)))
+        run_configuration(compose_configuration(friendly(overrides)))
         run = load_run(out)
         overall = run.values[run.values["layer"].isna()]
         for (permutation, method), group in overall.groupby(["permutation", "method"]):

@@ -32,7 +32,7 @@ def random_observation(
 
 @st.composite
 def triples(draw: st.DrawFn) -> tuple[Observation, Observation, Observation]:
-    """ZSL, ICL and FT of the same examples; sometimes two settings are equal, so that an update is zero."""
+    """ZSL, ICL and FT of the same examples; sometimes two conditions are equal, so that an update is zero."""
     n, options = draw(st.integers(1, 12)), draw(st.integers(2, 4))
     seeds = draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))
     zsl, icl, ft = (random_observation(seed, n=n, options=options) for seed in seeds)

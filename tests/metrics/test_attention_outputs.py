@@ -30,14 +30,14 @@ def grown(zsl: Observation, growth: float, seed: int) -> Observation:
 def test_unrelated_updates_that_double_the_norm_have_a_normalised_similarity_of_a_quarter():
     zsl = wide_observation(0)
     icl, ft = grown(zsl, 2, seed=1), grown(zsl, 2, seed=2)
-    assert float(aou.sim_aou_norm(zsl, icl, ft).value.mean()) == pytest.approx(1 / 4, abs=0.01)
+    assert float(aou.sim_aou(zsl, icl, ft, normalize=True).value.mean()) == pytest.approx(1 / 4, abs=0.01)
     assert float(aou.sim_aou(zsl, icl, ft).value.mean()) == pytest.approx(0, abs=0.01)
 
 
 def test_norm_matched_random_pair_gives_a_quarter_when_the_true_updates_double_the_norm():
     zsl = wide_observation(0)
     icl = ft = grown(zsl, 2, seed=1)
-    matched = aou.sim_aou_norm_random_matched(zsl, icl, ft, torch.arange(20)).value
+    matched = aou.sim_aou_random_matched(zsl, icl, ft, torch.arange(20), normalize=True).value
     assert float(matched.mean()) == pytest.approx(1 / 4, abs=0.01)
     assert float(aou.sim_aou_random_matched(zsl, icl, ft, torch.arange(20)).value.mean()) == pytest.approx(0, abs=0.01)
 
@@ -47,7 +47,7 @@ def test_normalised_similarity_of_unrelated_updates_follows_the_formula(growth: 
     zsl = wide_observation(0)
     icl, ft = grown(zsl, growth[0], seed=1), grown(zsl, growth[1], seed=2)
     predicted = ((1 - 1 / growth[0]) * (1 - 1 / growth[1])) ** 0.5 / 2
-    assert float(aou.sim_aou_norm(zsl, icl, ft).value.mean()) == pytest.approx(predicted, abs=0.01)
+    assert float(aou.sim_aou(zsl, icl, ft, normalize=True).value.mean()) == pytest.approx(predicted, abs=0.01)
 
 
 def test_centred_random_updates_are_unrelated_and_uniform_ones_lean_to_the_ones_direction():
@@ -65,13 +65,13 @@ def test_similarity_is_bounded_and_symmetric(triple):
     for normalize in (False, True):
         value = aou.sim_aou(zsl, icl, ft, normalize).value
         assert value.shape == (len(zsl), 3)
-        assert (value.abs() <= 1).all()
-        assert torch.allclose(value, aou.sim_aou(zsl, ft, icl, normalize).value)
+        assert (value.nan_to_num().abs() <= 1).all()  # NaN: an update of zero
+        assert torch.allclose(value, aou.sim_aou(zsl, ft, icl, normalize).value, equal_nan=True)
 
 
 def test_identical_updates_have_similarity_one():
     zsl, icl = random_observation(0), random_observation(1)
-    for similarity in (aou.sim_aou(zsl, icl, icl), aou.sim_aou_norm(zsl, icl, icl)):
+    for similarity in (aou.sim_aou(zsl, icl, icl), aou.sim_aou(zsl, icl, icl, normalize=True)):
         assert torch.allclose(similarity.value, torch.ones_like(similarity.value))
         assert similarity.zero_updates.sum() == 0
 
@@ -82,11 +82,29 @@ def test_opposite_updates_have_similarity_minus_one():
     assert torch.allclose(aou.sim_aou(zsl, icl, ft).value, torch.tensor(-1.0, dtype=torch.float64))
 
 
-def test_a_zero_update_counts_as_similarity_zero():
+def test_an_update_that_is_zero_or_rounding_has_no_similarity():
     zsl, icl = random_observation(0), random_observation(1)
-    for similarity in (aou.sim_aou(zsl, icl, zsl), aou.sim_aou_norm(zsl, icl, zsl)):
-        assert (similarity.value == 0).all()
+    rounded = replace(zsl, attention_output=zsl.attention_output * (1 + 1e-6))
+    similarities = [
+        aou.sim_aou(zsl, icl, zsl),
+        aou.sim_aou(zsl, icl, zsl, normalize=True),
+        aou.sim_aou_projected(zsl, icl, zsl),
+    ]
+    for similarity in [*similarities, aou.sim_aou(zsl, icl, rounded), aou.sim_aou(zsl, rounded, icl, normalize=True)]:
+        assert similarity.value.isnan().all()
         assert (similarity.zero_updates == 1).all()
+
+
+def test_the_projected_version_is_free_of_lengths():
+    """Updates orthogonal to each other and to the state that double its norm: 1/4 when normalised, 0 when projected."""
+    states = 3 * torch.eye(4)[:3].reshape(3, 1, 1, 4)
+    zsl, icl, ft = (replace(random_observation(0, n=1, layers=1), attention_output=state) for state in states)
+    icl = replace(icl, attention_output=zsl.attention_output + 3**0.5 * icl.attention_output)
+    ft = replace(ft, attention_output=zsl.attention_output + 3**0.5 * ft.attention_output)
+    assert float(aou.sim_aou(zsl, icl, ft, normalize=True).value) == pytest.approx(0.25)
+    assert float(aou.sim_aou_projected(zsl, icl, ft).value) == pytest.approx(0, abs=1e-12)
+    both = replace(ft, attention_output=icl.attention_output + ft.attention_output)  # also along the state itself
+    assert float(aou.sim_aou_projected(zsl, icl, both).value) == pytest.approx(0.5**0.5)
 
 
 def test_tiny_updates_keep_their_direction():

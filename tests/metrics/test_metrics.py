@@ -1,5 +1,6 @@
 """Metrics are found by name; new ones are one function, here or in an installed package."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from fairseq_icl import metrics
 from fairseq_icl.errors import UserError
-from fairseq_icl.metrics import default_names, get_metric, metric, metric_names
+from fairseq_icl.metrics import default_names, get_metric, metric, metric_names, shown_as
 from fairseq_icl.results.collector import Collector
 from fairseq_icl.settings import Settings
 from tests.metrics.observations import random_observation
@@ -45,7 +46,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 @pytest.mark.usefixtures("own_metrics")
 def test_a_new_metric_appears_in_the_table():
-    @metric("agreement", settings=("icl", "ft"))
+    @metric("agreement", conditions=("icl", "ft"))
     def agreement(icl, ft):
         return (icl.prediction == ft.prediction).double()
 
@@ -89,7 +90,7 @@ def test_a_name_that_follows_the_reading_cannot_be_taken():
 
 def test_unknown_settings_and_extras_are_refused_at_once():
     with pytest.raises(ValueError, match="unknown fs; choose from zsl, icl, ft"):
-        metric("wrong", settings=("fs",))
+        metric("wrong", conditions=("fs",))
     with pytest.raises(ValueError, match="unknown gradient; choose from example, attention, other_ft, weights"):
         metric("wrong", needs=("gradient",))
 
@@ -98,7 +99,7 @@ def test_unknown_settings_and_extras_are_refused_at_once():
 def test_metrics_of_installed_packages_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "their_metrics.py").write_text(
         "from fairseq_icl.metrics import metric\n\n\n"
-        '@metric("theirs", settings=("icl",))\ndef theirs(icl):\n    return icl.gold.double()\n'
+        '@metric("theirs", conditions=("icl",))\ndef theirs(icl):\n    return icl.gold.double()\n'
     )
     info = tmp_path / "their_package-1.0.dist-info"
     info.mkdir()
@@ -107,3 +108,16 @@ def test_metrics_of_installed_packages_are_found(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(metrics, "_loaded_entry_points", False)
     assert metric_names()[-1] == "theirs"
+
+
+def test_titles_and_units_stand_on_the_metric() -> None:
+    assert shown_as("sim_aou") == ("SimAOU", "cosine", 1.0)
+    assert shown_as("accuracy_icl") == ("ICL accuracy", "percent", 100.0)
+    assert shown_as("sim_am_after") == shown_as("sim_am_after_softmax") == ("SimAM", "cosine", 1.0)
+    assert shown_as("of_a_package_that_is_not_here") == ("of_a_package_that_is_not_here", "", 1.0)
+
+
+def test_a_metric_with_a_given_argument_is_still_its_functions():
+    known = get_metric("sim_aou_norm")
+    assert known.compute.__module__ == "fairseq_icl.metrics.attention_outputs"
+    assert "def sim_aou(" in inspect.getsource(inspect.unwrap(known.compute))

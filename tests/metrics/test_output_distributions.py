@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fairseq_icl.metrics.output_distributions import gold_probability, overlap_cosine, token_overlap
+from fairseq_icl.metrics.output_distributions import gold_probability, token_overlap
 from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation
 from tests.observing.tiny import CONTEXT, look, make_queries, tiny_model
@@ -19,17 +19,12 @@ def with_top(tokens: list[int], probabilities: list[float]) -> Observation:
 def test_overlap_counts_tokens_in_any_order() -> None:
     icl, ft = with_top([5, 9, 7, 2], [0.4, 0.3, 0.2, 0.1]), with_top([7, 5, 1, 3], [0.6, 0.2, 0.1, 0.1])
     assert token_overlap(icl, ft).tolist() == [0.5]
-    expected = (0.4 * 0.2 + 0.2 * 0.6) / ((0.4**2 + 0.2**2) * (0.2**2 + 0.6**2)) ** 0.5
-    assert overlap_cosine(icl, ft).value.item() == pytest.approx(expected)
-    assert overlap_cosine(ft, icl).value.item() == pytest.approx(expected)
 
 
 def test_the_same_distribution_overlaps_wholly_and_another_not_at_all() -> None:
     icl, ft = with_top([5, 9], [0.4, 0.3]), with_top([1, 2], [0.4, 0.3])
     assert token_overlap(icl, icl).item() == 1
-    assert overlap_cosine(icl, icl).value.item() == pytest.approx(1)
     assert token_overlap(icl, ft).item() == 0
-    assert overlap_cosine(icl, ft) == (torch.tensor([0.0]), torch.tensor([1]), None)
 
 
 def test_gold_probability_is_among_the_options() -> None:

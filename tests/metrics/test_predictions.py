@@ -141,6 +141,18 @@ def test_calibration_takes_the_label_that_gains_most_over_its_prior():
     assert predictions.accuracy_calibrated(observation).tolist() == [1, 1]
 
 
+def test_what_icl_mends_by_itself_is_the_chance_level_of_rec2ftp():
+    gold, wrong = torch.zeros(8, dtype=torch.long), torch.ones(8, dtype=torch.long)
+    zsl, icl, ft = (replace(random_observation(n=8, options=2), gold=gold, prediction=wrong) for _ in range(3))
+    zsl = replace(zsl, prediction=torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]))
+    icl = replace(icl, prediction=torch.tensor([0, 0, 0, 1, 1, 0, 0, 0]))
+    ft = replace(ft, prediction=torch.tensor([0, 1, 1, 0, 0, 0, 0, 0]))
+    numerator, denominator = predictions.rec2ftp_chance(zsl, icl)
+    assert (numerator.sum(), denominator.sum()) == (3, 4)
+    numerator, denominator = predictions.rec2ftp(zsl, icl, ft)
+    assert (numerator.sum(), denominator.sum()) == (1, 2)
+
+
 def test_without_classes_there_is_no_bias_to_take_away():
     observation = replace(random_observation(), label_prior=None)
     for name in ("auc_icl", "accuracy_calibrated_icl"):

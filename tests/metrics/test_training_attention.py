@@ -38,6 +38,20 @@ def attention_of(icl: Observation, ft: Observation, **options: int) -> TrainingA
     return TrainingAttention.of(torch.arange(len(icl)), icl, ft, training)
 
 
+def test_weights_that_underflow_in_float32_are_still_ranked():
+    """As the authors rank them, in float64; scores as far apart as in a deep layer tied most weights at 0 before."""
+    generator = torch.Generator().manual_seed(3)
+    icl, ft = (60 * torch.randn(4, 2, 300, generator=generator, dtype=torch.float64) for _ in range(2))
+    ft = 0.5 * icl + ft
+    training = TrainingTokens(torch.zeros(2, 300, 8), torch.arange(300) // 10, torch.arange(300))
+    seen = replace(random_observation(0, n=4, layers=2), context_row=icl.float())
+    weights = ta.icl_weights(seen, training)
+    assert len(weights[0, 0].unique()) == 300
+    found = ta.kendall(weights, ta._weights(ft.float())).value
+    exact = [[kendalltau(a, b).statistic for a, b in zip(*pair, strict=True)] for pair in zip(icl, ft, strict=True)]
+    np.testing.assert_allclose(found, exact, atol=1e-4)
+
+
 def test_tokens_are_paired_by_row_whatever_the_order_of_training():
     expected = aligned([7, 8, 9])
     assert expected.queries[0, :, 0].tolist() == [70, 71, 80, 90, 91, 92]
@@ -117,17 +131,18 @@ def test_kendall_equals_scipy_with_ties(pair):
     assert int(similarity.zero_updates) == (len(set(a)) == 1 or len(set(b)) == 1)
 
 
-def test_kendall_of_many_rows_in_parts(monkeypatch: pytest.MonkeyPatch):
+def test_kendall_of_rows_of_several_blocks():
     generator = np.random.default_rng(0)
-    a, b = generator.random((2, 3, 4, 11))
-    monkeypatch.setattr(ta, "PAIRS_AT_ONCE", 300)
+    a, b = generator.random((2, 3, 4, 11 * ta.BLOCK + 3))
     value = ta.kendall(torch.from_numpy(a), torch.from_numpy(b)).value
     expected = [[kendalltau(x, y).statistic for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
     np.testing.assert_allclose(value, expected, atol=1e-12)
 
 
-def test_dense_rank_gives_equal_values_one_rank():
-    assert ta.dense_rank(torch.tensor([[0.5, -1.0, 0.5, 2.0]])).tolist() == [[1, 0, 1, 2]]
+def test_equal_values_have_one_rank_and_are_counted_as_tied_pairs():
+    ranks, tied = ta._ranked(np.array([[0.5, -1.0, 0.5, 2.0, 0.5]]))
+    assert ranks.tolist() == [[1, 0, 1, 2, 1]]
+    assert tied.tolist() == [3]
 
 
 def test_top_k_prefers_the_first_of_equal_weights():

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from fairseq_icl.models.reference import import_transformers
+from fairseq_icl.models import pretrained_lm
+from fairseq_icl.models.hugging_face import HFModel, read_folder
+from fairseq_icl.models.transformers_lm import import_transformers
 
 pytest.importorskip("transformers")
 transformers = import_transformers()
@@ -179,16 +180,7 @@ def outputs_of(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-@contextmanager
-def norms_in_full_precision() -> Iterator[None]:
-    """transformers' RMS norms compute in fp32 whatever they are given; inside, in the precision of their input."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    with ExitStack() as stack:
-        for module, prefix in names.items():
-            path = f"transformers.models.{module}.modeling_{module}.{prefix}RMSNorm.forward"
-            stack.enter_context(mock.patch(path, forward))
-        yield
+def load_decoder(folder: Path | HFModel) -> Any:
+    """The decoder in a folder."""
+    model = folder if isinstance(folder, HFModel) else read_folder(folder)
+    return pretrained_lm.load_decoder(model, model.dictionary)

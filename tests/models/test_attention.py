@@ -22,7 +22,7 @@ from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import features_on_prefix, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import queries_keys_values
 from fairseq_icl.settings import OBSERVED, Settings
-from tests.models.test_rotary_lm import decoder as rotary_decoder
+from tests.models.tiny_transformers import tiny_decoder
 from tests.observing.tiny import CONTEXT, tiny_model
 from tests.world import World, make_world, save_model
 
@@ -31,8 +31,8 @@ TOKENS = torch.tensor([[0, 5, 9, 6, 11, 4, 8], [0, 7, 7, 5, 10, 6, 9]])
 
 
 def ruled(family: str, rule: Rule) -> torch.nn.Module:
-    """A tiny fp64 decoder of fairseq's or of the rotary kind under a rule."""
-    decoder = tiny_model().decoder.double() if family == "fairseq" else rotary_decoder()
+    """A tiny fp64 decoder of fairseq's or of a rotary kind under a rule."""
+    decoder = tiny_model().decoder.double() if family == "fairseq" else tiny_decoder("stablelm").double()
     set_rule(decoder, rule)
     return decoder
 
@@ -49,18 +49,21 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tens
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", ["fairseq", "rotary"])
+@pytest.mark.parametrize("family", ["fairseq", "stablelm"])
 def test_attention_is_what_the_formula_says(family: str, rule: Rule):
-    module = ruled(family, rule).layers[1].self_attn
-    x = torch.randn(7, 2, module.q_proj.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    query, key, value = (part[1] for part in queries_keys_values(module, x, 0))
-    expected = module.out_proj(by_definition(query, key, value, rule).transpose(0, 1).flatten(1))
-    torch.testing.assert_close(module(x, x, x)[0][:, 1], expected, rtol=1e-10, atol=1e-12)
-    assert module.scaling == (1.0 if rule.linear else module.head_dim**-0.5)
+    decoder, seen = ruled(family, rule).eval(), []
+    module = decoder.layers[1].self_attn
+    module.register_forward_hook(lambda _, args, kwargs, out: seen.append((args, kwargs, out[0])), with_kwargs=True)
+    with torch.no_grad():
+        decoder(TOKENS)
+        args, kwargs, found = seen[0]
+        query, key, value = (part[1] for part in queries_keys_values(module, kwargs.get("query", *args[:1])))
+        expected = module.out_proj(by_definition(query, key, value, rule).transpose(0, 1).flatten(1))
+    torch.testing.assert_close(found[:, 1], expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", ["fairseq", "rotary"])
+@pytest.mark.parametrize("family", ["fairseq", "stablelm"])
 def test_shared_prefix_gives_what_the_whole_sequence_gives(family: str, rule: Rule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fairseq_icl.observing.prefix.PIECE", 3)  # the context runs in several pieces
     decoder = ruled(family, rule).eval()

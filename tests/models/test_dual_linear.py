@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from fairseq_icl.compat import replaced_linear
+from fairseq_icl.compat.models import replaced_linear
 from fairseq_icl.models.linearized_lm import dual_linear
 
 SHAPES = {"input": (2, 3, 4), "weight": (5, 4), "bias": (5,)}

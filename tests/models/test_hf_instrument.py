@@ -21,7 +21,7 @@ from fairseq_icl.models import Model
 from fairseq_icl.models.pretrained_lm import load_decoder
 from fairseq_icl.observing import Observer
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.replication.cells import Cell, key_of
+from fairseq_icl.replication.cells import Cell, Keys
 from fairseq_icl.settings import Settings
 from tests.commands import run, succeeded
 from tests.models.hf_reference import (
@@ -31,6 +31,7 @@ from tests.models.hf_reference import (
     reference_attention,
     reference_model,
     save,
+    transformers,
 )
 from tests.world import SPEC, save_rows
 
@@ -148,7 +149,7 @@ def key_and_value(attention: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "pythia"])
 @pytest.mark.parametrize("method", ["linearized", "linearized_lcgd"])
-def test_every_metric_runs_on_a_rotary_model(name: str, method: str, root: Path) -> None:
+def test_every_metric_runs_on_a_model_of_transformers(name: str, method: str, root: Path) -> None:
     model = fi.load_model(root / name)
     prompts = prompts_for(model, root)
     zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
@@ -160,17 +161,18 @@ def test_every_metric_runs_on_a_rotary_model(name: str, method: str, root: Path)
     assert {"sim_aou", "sim_am_after", "kendall_tokens"} <= set(table["metric"])
 
 
-def test_weight_updates_on_grouped_heads(root: Path) -> None:
+@pytest.mark.parametrize(("name", "width"), [("llama", 10), ("gpt2", 6), ("pythia", 16)])
+def test_weight_updates_on_grouped_heads_and_fused_matrices(name: str, width: int, root: Path) -> None:
     from fairseq_icl.observing.weight_updates import observe_weight_updates
 
-    model = fi.load_model(root / "llama")
+    model = fi.load_model(root / name)
     prompts = prompts_for(model, root)
     prefix = Observer(model, prompts, in_context=True).prefix
     assert prefix is not None
     with fi.fine_tuned(model, prompts, "gd", lr=0.1) as tuned:
         seen = observe_weight_updates(model, tuned, prompts.queries, prefix, prompts.start, "query")
-    assert seen.icl.shape == (3, 4, 10, 10)
-    assert seen.ft.shape == (5, 3, 4, 10, 10)
+    assert seen.icl.shape == (3, 4, width, width)
+    assert seen.ft.shape == (5, 3, 4, width, width)
     assert bool(seen.ft.abs().max() > 0)
 
 
@@ -180,12 +182,16 @@ def test_baselines_keep_what_they_say(name: str, final_norm: str, root: Path) ->
     source = fi.load_model(root / name).files.source
     dictionary = source.dictionary  # type: ignore[union-attr]
     whole = dict(load_decoder(source, dictionary).named_parameters())
+    mlp = "c_fc" if name == "gpt2" else "up_proj"
     for init in ("untrained", "layer-norms", "trained-embeddings"):
         decoder = load_decoder(source, dictionary, init=init, final_norm=final_norm, seed=3)
+        again = dict(load_decoder(source, dictionary, init=init, final_norm=final_norm, seed=3).named_parameters())
+        assert all(torch.equal(value, again[key]) for key, value in decoder.named_parameters())
         same = {key for key, value in decoder.named_parameters() if torch.equal(value, whole[key])}
-        assert ("layers.1.final_layer_norm.weight" in same) == (init != "untrained")
+        assert ("layers.1.final_layer_norm.block.weight" in same) == (init != "untrained")
         assert ("embed_tokens.weight" in same) == (init == "trained-embeddings")
-        assert "layers.0.fc1.weight" not in same
+        assert f"layers.0.block.mlp.{mlp}.weight" not in same
+        assert "layers.2.self_attn.v_proj.weight" not in same
         assert (decoder.layer_norm is None) == (init != "untrained" and final_norm == "lost")
         assert ("layer_norm.weight" in same) == (init != "untrained" and final_norm == "kept")
         assert bool(decoder(torch.tensor([[0, 5, 6]]))[0].isfinite().all())
@@ -209,14 +215,16 @@ def test_a_line_break_in_a_text_stays_one(root: Path) -> None:
     assert writing.tokens("a\nb") == (*writing.encode("a"), *writing.encode("\n"), *writing.encode("b"))
 
 
-def test_a_window_shorter_than_the_prompt_is_refused(root: Path, tmp_path: Path) -> None:
-    folder = save(
-        reference_model("mistral window", bos_token_id=0, eos_token_id=0, max_position_embeddings=512), tmp_path
-    )
-    model = fi.load_model(change_config(folder, sliding_window=200))
-    with pytest.raises(UserError, match="more than the 200 of the model's sliding window"):
-        prompts_for(model, root, k=8)
-    assert len(prompts_for(model, root, k=1).queries) == 5
+def test_a_window_shorter_than_the_prompt_is_computed(root: Path, tmp_path: Path) -> None:
+    theirs = reference_model("mistral window", bos_token_id=0, eos_token_id=0, max_position_embeddings=512)
+    model = fi.load_model(save(theirs, tmp_path))
+    prompts = prompts_for(model, root, k=8, position="query")
+    assert len(prompts.context) > 100
+    shared = fi.observe(model, prompts, in_context=True)
+    tokens = torch.tensor([[*prompts.context, *prompts.queries[0].inputs[0]]])
+    with torch.no_grad(), outputs_of(reference_attention(theirs)) as outputs:
+        theirs(tokens)
+    torch.testing.assert_close(shared.attention_output[0], torch.stack([out[0, -1] for out in outputs]), **EXACT)
 
 
 def test_the_parallel_layer_has_no_state_between_attention_and_mlp(root: Path) -> None:
@@ -243,13 +251,14 @@ def test_keys_cover_every_file_of_the_folder(changed: str, root: Path, tmp_path:
             content = bytearray((folder / changed).read_bytes())
             content[-1] ^= 1
             (folder / changed).write_bytes(content)
-        keys.append(key_of(cell, fi.load_model(folder).files, root / "data", "icl"))
+        keys.append(Keys(fi.load_model(folder).files, root / "data").of(cell, "icl"))
     assert keys[0] != keys[1]
 
 
 def test_commands_run_on_a_folder(root: Path, tmp_path: Path) -> None:
     examined = succeeded(run("fairseq-icl", "doctor", root / "llama"))
-    for words in ("llama, rotary positions up to 512", "'<|endoftext|>' (0)", "separator      'Ċ'", "without key and"):
+    run_by = "llama, up to 512 positions, run by transformers' own code"
+    for words in (run_by, "'<|endoftext|>' (0)", "separator      'Ċ'", "without key and"):
         assert words in examined.stdout
     small = ["num_demonstrations=4", "seed=1", "limit=4", "lr=0.1", "skip=[]", "method=gd,lcgd,alpha"]
     inits = "init=pretrained,trained-embeddings,layer-norms"
@@ -282,16 +291,20 @@ def _without_a_shard(folder: Path) -> None:
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
+def _another_family(folder: Path) -> None:
+    shutil.rmtree(folder)
+    config = transformers.BloomConfig(vocab_size=300, hidden_size=24, n_layer=2, n_head=4)
+    save(transformers.BloomForCausalLM(config), folder)
+
+
 def _with_code(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"model.embed_tokens.weight": Payload(folder / "owned")}, folder / "pytorch_model.bin")
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gpt-neo": (lambda folder: change_config(folder, model_type="gpt_neo"), "local attention windows"),
-    "moe": (lambda folder: change_config(folder, model_type="mixtral"), "mixture of experts"),
-    "experts": (lambda folder: change_config(folder, num_local_experts=8), "mixture of experts"),
-    "rope": (lambda folder: change_config(folder, rope_parameters={"rope_type": "yarn"}), "yarn"),
+    "family": (lambda folder: _another_family(folder), "its attention is not open to other code in transformers"),
+    "remote code": (lambda f: change_config(f, model_type="own", auto_map={"AutoConfig": "c.C"}), "its own code"),
     "shard": (_without_a_shard, "shard of the weights is missing"),
     "tokenizer": (
         lambda folder: byte_tokenizer(["<|endoftext|>"], 260).save(str(folder / "tokenizer.json")),

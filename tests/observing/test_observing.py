@@ -265,3 +265,16 @@ def test_numbers_that_overflow_are_told_with_their_row() -> None:
     lm.decoder.layers[2].fc2.bias.data.fill_(torch.nan)
     with pytest.raises(UserError, match=r"row 5 \(from 0\) of the validation file is scored NaN"):
         look(lm, make_queries("single")[5:])
+
+
+def test_the_label_prior_is_the_mean_first_and_a_share_then() -> None:
+    """As the code of Zhao et al. has it: an input at which no label is likely counts less."""
+    prompts = replace(make_prompts(make_queries("single")), content_free=tuple(make_queries("multi")[:3]))
+    observer = Observer(as_model(tiny_model()), prompts)
+    probabilities = observer._observe(prompts.content_free).option_logprobs.double().exp()  # (inputs, C)
+    seen = observer(prompts.queries)
+    expected = {"label_prior": probabilities.mean(0) / probabilities.mean(0).sum()}
+    expected |= {"label_prior_normalised": (probabilities / probabilities.sum(1, keepdim=True)).mean(0)}
+    for name, shares in expected.items():
+        torch.testing.assert_close(getattr(seen, name), shares.log().float().repeat(len(seen), 1))
+    assert not torch.allclose(seen.label_prior, seen.label_prior_normalised)

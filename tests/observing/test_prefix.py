@@ -3,17 +3,11 @@
 import pytest
 import torch
 
+from fairseq_icl.models.attention import ORDINARY, Rule, attention_by_formula, softmax_attention
 from fairseq_icl.observing import Observer
 from fairseq_icl.observing import prefix as prefix_module
 from fairseq_icl.observing.layout import Packed
-from fairseq_icl.observing.prefix import (
-    attention_by_formula,
-    features_on_prefix,
-    joint_softmax,
-    run_prefix,
-    softmax_attention,
-    supports_prefix,
-)
+from fairseq_icl.observing.prefix import Seen, features_on_prefix, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import AttentionProbe, attention_modules
 from tests.observing.tiny import CONTEXT, as_model, look, make_prompts, make_queries, tiny_model
 from tests.training.small_models import small_model
@@ -94,11 +88,13 @@ def test_prefix_has_the_length_of_its_context() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_by_formula_is_the_fused_one(dtype: torch.dtype, causal: bool) -> None:
+@pytest.mark.parametrize("rule", [ORDINARY, Rule(window=3)])
+def test_attention_by_formula_is_the_fused_one(dtype: torch.dtype, causal: bool, rule: Rule) -> None:
     query, key, value = torch.randn(3, 2, 4, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     rough = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
-    fused = softmax_attention(query, key, value, causal=causal)
-    for mine, theirs in zip(attention_by_formula(query, key, value, causal=causal), fused, strict=True):
+    fused = softmax_attention(query, key, value, causal=causal, rule=rule)
+    formula = attention_by_formula(query, key, value, causal=causal, rule=rule)
+    for mine, theirs in zip(formula, fused, strict=True):
         torch.testing.assert_close(mine, theirs, **rough)
 
 
@@ -111,13 +107,14 @@ def test_gradients_pass_through_both_parts() -> None:
     plain = torch.nn.functional.scaled_dot_product_attention(query, *both, attn_mask=mask, scale=1.0)
     weights = torch.randn(plain.shape, generator=draw, dtype=torch.double)
     rows = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # (B * T, H, D)
-    found = joint_softmax(*rows, Packed.of([[0] * 5] * 2), keys, values).unflatten(0, (2, 5)).transpose(1, 2)
+    seen = Seen(Packed.of([[0] * 5] * 2), keys, values)
+    found = seen.softmax(ORDINARY, *rows).unflatten(0, (2, 5)).transpose(1, 2)
     torch.testing.assert_close(found, plain)
     expected = torch.autograd.grad((plain * weights).sum(), (query, key, value))
     torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), (query, key, value)), expected)
 
 
-@pytest.mark.parametrize("kind", ["fairseq", "rotary"])
+@pytest.mark.parametrize("kind", ["fairseq", "stablelm"])
 @torch.no_grad()
 def test_nothing_is_projected_twice(kind: str) -> None:
     decoder = small_model(kind).decoder
@@ -130,4 +127,4 @@ def test_nothing_is_projected_twice(kind: str) -> None:
         features_on_prefix(decoder, packed, prefix)
     assert len(calls) == len(decoder.layers)
     assert probe.record().scores.shape[:2] == (2, len(decoder.layers))
-    assert all(not hasattr(module, "queries_keys_values") or kind == "rotary" for module in attention_modules(decoder))
+    assert all(module.seam.look is None and module.seam.stand_in is None for module in attention_modules(decoder))

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.catalogue import dataset_names, fill, find_spec, load_spec
+from fairseq_icl.prompts.catalogue import FOLDER, dataset_names, fill, find_spec, load_spec
 from fairseq_icl.prompts.readers import read_split
 from tests.prompts.samples import CHOICE, SENTIMENT, spec_of, write_jsonl
 
@@ -83,38 +83,41 @@ def test_missing_yaml_file_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"templat": "x"}, "unknown key templat; did you mean template?"),
-        ({"version": 0}, "version must be a whole number"),
-        ({"hub": {"repo": "a/b"}}, "revision must be a text and is missing"),
-        ({"hub": HUB | {"files": {"train": "x.jsonl"}}}, "hub.files must name the file of train and that of valid"),
+        ({"templat": "x"}, "templat: unknown key; did you mean template?"),
+        ({"version": 0}, "version=0: input should be greater than or equal to 1"),
+        ({"hub": {"repo": "a/b"}}, "hub.revision: is missing"),
+        ({"hub": HUB | {"files": {"train": "x.jsonl"}}}, "hub: files must name the file of train and that of valid"),
         ({"hub": HUB | {"files": {"train": "../x.jsonl", "valid": "y.jsonl"}}}, "is not the path of a file"),
-        ({"hub": HUB | {"sha256": {"train": "abc"}}}, "hub.sha256: 'abc' is not a sha256"),
-        ({"hub": HUB | {"branch": "main"}}, "unknown key hub.branch"),
-        ({"rows": {"test": {"count": 1}}}, "unknown key rows.test"),
-        ({"rows": {"train": {"sha256": "0" * 64}}}, "rows.train.count must be the number of rows"),
-        ({"rows": {"train": {"count": 2, "single": {2: "0" * 64}}}}, "rows.train.single must be a mapping"),
-        ({"rows": {"train": {"count": 2, "single": {1: "0"}}}}, "rows.train: '0' is not a sha256"),
-        ({"version": True}, "version must be a whole number"),
-        ({"fields": "text"}, "fields must be a list of texts"),
-        ({"fields": []}, "fields must be a list of texts"),
-        ({"label_words": [True, False]}, "label_words must be a list of texts .quote words"),
+        ({"hub": HUB | {"sha256": {"train": "abc"}}}, "hub.sha256.train: 'abc' is not a sha256"),
+        ({"hub": HUB | {"branch": "main"}}, "hub.branch: unknown key; choose from files"),
+        ({"rows": {"test": {"count": 1}}}, "rows.test: unknown key; choose from train, valid"),
+        ({"rows": {"train": {"sha256": "0" * 64}}}, "rows.train.count: is missing"),
+        ({"rows": {"train": {"count": 2, "single": {2: "0" * 64}}}}, "rows.train: single must be a mapping"),
+        ({"rows": {"train": {"count": 2, "single": {1: "0"}}}}, "rows.train.single.1: '0' is not a sha256"),
+        ({"version": True}, "version=True: must be a whole number"),
+        ({"fields": "text"}, "fields: must be a list of texts"),
+        ({"fields": []}, "fields: must be a list of texts"),
+        ({"label_words": [True, False]}, "label_words: must be a list of texts .quote words"),
         ({"label_words": ["one"]}, "at least two words"),
         ({"label_words": ["a", "a"]}, "'a' stands twice"),
         ({"label_names": ["a", "b", "c"]}, "label_names has 3 entries for 2 labels"),
         ({"template": "{txt}"}, "template uses {txt}, which is not among fields"),
         ({"template": "{option}"}, "template uses {option}, which is not among fields"),
-        ({"template": 3}, "template must be a text"),
+        ({"template": 3}, "template=3: must be a text"),
+        ({"template": " "}, "template=: must be a text that is not empty"),
         ({"template": "Review: { text }"}, "template has a { that belongs to no {field}; write {name} without spaces"),
         ({"template": "{text} {0}"}, "template has a { that belongs to no {field}"),
         ({"template": "{text} {}"}, "template has a { that belongs to no {field}"),
         ({"template": "{text}}"}, "template has a } that belongs to no {field}"),
         ({"template": "Review: Sentiment:"}, "template names no field, so all inputs would be alike; use {text}"),
         ({"options": {"from": "x"}}, "either label_words .* or options"),
-        ({"splits": {"test": "test"}}, "splits.test: only train and valid"),
-        ({"splits": ["train"]}, "splits must be a mapping"),
+        ({"splits": {"test": "test"}}, "splits.test=test: input should be 'train' or 'valid'"),
+        ({"splits": ["train"]}, "splits=.*: must be a mapping"),
         ({"splits": {"train": "../train"}}, "'../train' is part of file names"),
+        ({"splits": {"train": ".."}}, "'..' is part of file names"),
+        ({"label_words": ["\ud83d\ude00", "b"]}, "label_words: holds half a character; write it as it is"),
         ({"cut": {"other": "_"}}, "cut.other: not among fields"),
-        ({"papers": {"x": 3}}, "papers must be a mapping"),
+        ({"papers": {"x": 3}}, "papers.x=3: must be a mapping"),
     ],
 )
 def test_wrong_key_is_named_with_file_and_remedy(changes: dict, message: str) -> None:
@@ -127,10 +130,11 @@ def test_wrong_key_is_named_with_file_and_remedy(changes: dict, message: str) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "from must be a list of texts"),
+        ({}, "options.from: is missing"),
+        ({"from": []}, "options.from: must be a list of texts"),
         ({"from": ["one"]}, "at least two fields"),
-        ({"form": "x"}, "unknown key options.form; did you mean from"),
-        ("x", "options must be a mapping"),
+        ({"from": "a", "form": "x"}, "options.form: unknown key; did you mean from"),
+        ("x", "options=x: must be a mapping"),
         ({"from": ["a", "b"], "label": "{c}"}, "options.label uses {c}"),
         ({"from": ["a", "b"], "label": "{ option }"}, "options.label has a { that belongs to no {field}"),
     ],
@@ -146,11 +150,22 @@ def test_missing_key_is_an_error(key: str) -> None:
         spec_of({name: value for name, value in SENTIMENT.items() if name != key})
 
 
-def test_dataset_beside_its_data_goes_before_the_catalogue(tmp_path: Path) -> None:
+def test_a_yaml_beside_the_data_is_found_and_takes_no_name_of_the_catalogue(tmp_path: Path) -> None:
     assert find_spec("sst2", tmp_path) == load_spec("sst2")
-    path = tmp_path / "sst2.yaml"
-    path.write_text("{version: 7, source: me, fields: [a], template: '{a}:', label_words: [x, y]}")
-    assert find_spec("sst2", tmp_path) == load_spec(str(path))
+    own = "{version: 7, source: me, fields: [a], template: '{a}:', label_words: [x, y]}"
+    for name in ("sst2", "mine"):
+        (tmp_path / f"{name}.yaml").write_text(own)
+    assert find_spec("mine", tmp_path) == load_spec(str(tmp_path / "mine.yaml"))
+    assert "mine" in dataset_names(tmp_path)
+    (tmp_path / "mine.yaml").write_text(own.replace("{version", "{name: '..', version"))
+    with pytest.raises(UserError, match=r"mine.yaml: '..' is part of file names"):
+        find_spec("mine", tmp_path)
+    for source in ("sst2", str(tmp_path / "sst2.yaml")):
+        with pytest.raises(UserError, match=r"sst2.yaml: sst2 is another dataset's name in the catalogue"):
+            find_spec(source, tmp_path)
+    shipped = (FOLDER / "sst2.yaml").read_text()
+    (tmp_path / "sst2.yaml").write_text(shipped.replace("0.0005", "0.01"))  # the same prompts, another published rate
+    assert find_spec("sst2", tmp_path).papers["deutch2024"]["learning_rate"] == 0.01
 
 
 def test_fingerprint_follows_what_decides_the_prompts_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """Which rows are demonstrations: drawn, balanced, or named in a file."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.sampling import demonstration_rows, shuffled
+from fairseq_icl.files import read_yaml
+from fairseq_icl.prompts.sampling import demonstration_rows, read_rows, shuffled
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import CHOICE, spec_of, write_jsonl, write_sentiment
 from tests.prompts.test_build import build
@@ -96,3 +98,12 @@ def test_options_of_their_own_have_no_classes_to_balance(tmp_path: Path) -> None
         write_jsonl(tmp_path / f"sample_{split}.jsonl", [row] * 3)
     with pytest.raises(UserError, match="no classes to balance"):
         build(tmp_path, spec_of(CHOICE), num_demonstrations=2, demonstrations="balanced")
+
+
+def test_devices_pipes_and_folders_are_no_files_of_row_numbers(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):
+        with pytest.raises(UserError, match=f"{place}: not a file but a folder, a device or a pipe"):
+            read_rows(place)
+        with pytest.raises(UserError, match=f"{place}: not a file but a folder, a device or a pipe"):
+            read_yaml(place)

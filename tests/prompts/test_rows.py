@@ -13,7 +13,7 @@ from fairseq_icl.commands import datasets, doctor
 from fairseq_icl.prompts import Writing
 from fairseq_icl.prompts.build import build_prompts
 from fairseq_icl.prompts.catalogue import dataset_names, load_spec
-from fairseq_icl.prompts.readers import read_split
+from fairseq_icl.prompts.readers import SPLITS, read_split
 from fairseq_icl.prompts.rows import compare_rows, hash_row, record_rows
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import CHOICE, SENTIMENT, encode_words, spec_of, write_jsonl, write_sentiment
@@ -127,9 +127,9 @@ def test_queries_from_the_train_split_leave_the_other_one_alone(tmp_path):
 @pytest.mark.parametrize("name", dataset_names())
 def test_the_catalogue_says_where_the_hub_has_each_dataset(name):
     spec = load_spec(name)
-    assert spec.hub["repo"].count("/") == 1
-    assert len(spec.hub["revision"]) == 40  # a commit, not a branch
-    assert (set(spec.rows) == {"train", "valid"}) == (name in PAPERS_SIX)
+    assert spec.hub.repo.count("/") == 1
+    assert len(spec.hub.revision) == 40  # a commit, not a branch
+    assert all(spec.rows.get(split) is not None for split in SPLITS) == (name in PAPERS_SIX)
 
 
 def test_datasets_and_doctor_say_whose_rows_they_are(tmp_path, capsys):

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report.run import Run, load_run
-from fairseq_icl.replication.store import Store
 from fairseq_icl.results import Rows, write_results
 from fairseq_icl.results.bootstrap import Estimate
 
@@ -26,11 +26,14 @@ def levels(
     shares = {"rec2ftp": up, "accuracy_icl": up, "accuracy_ft": down, "accuracy_zsl": 0.5}
     shares |= {"rpa_correct": up, "rpa_incorrect": down, "sim_am_after": up, "sim_am_before": down}
     shares |= {"kendall_tokens": up, "kendall_tokens_random": down}
-    similar = {"sim_aou": gd, "sim_aou_norm": gd, "sim_aou_norm_random": random, "sim_am_delta": gd}
+    shares |= {"rec2ftp_chance": down}
+    similar = dict.fromkeys(("sim_aou", "sim_aou_norm", "sim_aou_projected", "sim_am_delta"), gd)
+    similar |= dict.fromkeys(("sim_aou_norm_random", "sim_aou_norm_random_matched"), random)
     other = {"sim_aou": untrained, "sim_aou_norm": untrained}
     return {
         GD: shares | similar,
-        LCGD: {"sim_aou": lcgd, "sim_aou_norm": lcgd, "sim_am_delta": lcgd},
+        LCGD: dict.fromkeys(("sim_aou", "sim_aou_norm", "sim_aou_projected", "sim_am_delta"), lcgd)
+        | {"sim_aou_norm_random_matched": random},
         LINEARIZED: {"sim_aou_norm": linearized, "sim_aou_norm_random": random},
         ALPHA: {"alpha": alpha},
         EMBEDDINGS: other,
@@ -40,14 +43,14 @@ def levels(
 
 SATISFIED = levels(gd=0.5, lcgd=0.8, linearized=0.3, untrained=0.7, random=0.0, alpha=0.15, up=0.9, down=0.3)
 VIOLATED = levels(gd=0.5, lcgd=0.3, linearized=0.6, untrained=0.2, random=0.7, alpha=0.4, up=0.2, down=0.8)
-LEFT_OPEN = levels(gd=0.5, lcgd=0.5, linearized=0.5, untrained=0.5, random=0.5, alpha=0.15, up=0.5, down=0.5)
+LEFT_OPEN = levels(gd=0.5, lcgd=0.5, linearized=0.5, untrained=0.5, random=0.5, alpha=0.2, up=0.5, down=0.5)
 SPREAD = {"sim_aou_norm_random": 0.0, "sim_am_before": 0.0, "kendall_tokens_random": 0.0, "rpa_incorrect": 0.0}
-SPREAD |= {"accuracy_ft": 0.0, "accuracy_zsl": 0.0}
+SPREAD |= {"accuracy_ft": 0.0, "accuracy_zsl": 0.0, "rec2ftp_chance": 0.0, "sim_aou_norm_random_matched": 0.0}
 
 
 def make(folder: Path, world: Level, spread: float = 0.005, seeds: tuple[int, ...] = SEEDS, noise: float = 0.01) -> Run:
     """A finished results folder. `spread`: how far seeds lie apart, of what stands on a claim's left side."""
-    store, entries = Store(folder), []
+    store, entries = ResultsFolder(folder), []
     for dataset in DATASETS:
         for (init, method), means in world.items():
             for seed in seeds:
@@ -81,12 +84,12 @@ def table(means: dict[str, float], shift: dict[str, float], noise: float) -> pd.
     return rows.frame(dataset="", seed=0, permutation=0, method="", init="")
 
 
-def finish(store: Store, key: str, frame: pd.DataFrame, place: dict) -> None:
+def finish(store: ResultsFolder, key: str, frame: pd.DataFrame, place: dict) -> None:
     settings = {"num_demonstrations": 32, "lr": 0.003, "clip_norm": 0.0, "seed": place["seed"]}
     settings |= {"switch_labels": "none", "switch_fraction": 1.0}
     configuration = {"cell": {"method": place["method"], "settings": settings}}
 
-    folder = store.cell_folder(key)  # at once in its place: finishing a cell waits for the disk
+    folder = store.cell(key).path  # at once in its place: finishing a cell waits for the disk
     folder.mkdir()
     write_results(folder / "results.parquet", frame, configuration)
     (folder / "cell.json").write_text(json.dumps(configuration))

@@ -11,14 +11,17 @@ from fairseq_icl.replication.report.claims import (
     HOLDS,
     NO_DATA,
     OPEN,
+    TOO_FEW,
     Verdict,
     authors_verdicts,
     claims,
+    corrected,
     decide,
     judge,
-    student,
+    summary,
     verdicts,
 )
+from fairseq_icl.replication.report.effects import Part, satterthwaite
 from fairseq_icl.replication.report.evidence import Sample
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.text import effect_text, plain_verdicts, verdict_sheet
@@ -46,9 +49,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ve
 @pytest.mark.parametrize("status", [HOLDS, FAILS, OPEN])
 def test_a_claim_is_told_by_results_made_to(outcomes, name: str, status: str):
     verdict = outcomes[status][name]
-    assert verdict.status == status, verdict.reason
+    opposite = {HOLDS: FAILS, FAILS: HOLDS, OPEN: OPEN}
+    expected = opposite[status] if name == "lcgd_sim_am_delta_reversed" else status  # the same metric, in other layers
+    assert verdict.status == expected, verdict.reason
     assert verdict.reason
-    assert len(verdict.places) == {"lcgd_sim_aou_layers": 21, "lcgd_sim_am_delta_layers": 17}.get(name, 2)
+    layers = {"lcgd_sim_aou_layers": 21, "lcgd_sim_am_delta_layers": 11, "lcgd_sim_am_delta_reversed": 6}
+    assert len(verdict.places) == layers.get(name, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,8 +66,8 @@ def test_what_is_open_says_what_would_decide_it(outcomes, name: str):
 def test_one_seed_decides_nothing_and_says_what_it_shows(tmp_path):
     for name, verdict in judged(tmp_path, world.SATISFIED, seeds=(1,)).items():
         assert verdict.status == OPEN, name
-        assert "at least 3" in verdict.reason
-        assert "holds" in verdict.reason
+        assert "one seed has no spread (here " in verdict.reason
+        assert "[" not in effect_text(verdict.average)
 
 
 def test_claims_are_well_formed():
@@ -70,9 +76,10 @@ def test_claims_are_well_formed():
         assert claim["source"] in published_figures()["papers"]
         assert claim["where"] in ("every", "most", "average")
         assert len(claim["asks"]) == 1
-        assert set(claim["asks"]) <= {"above", "below", "between"}
+        assert set(claim["asks"]) <= {"above", "below"}
         known = {"name", "source", "says", "note", "left", "right", "over", "asks", "where", "by", "datasets", "layers"}
-        assert set(claim) <= known | {"printed"}
+        assert set(claim) <= known | {"printed", "control"}
+        assert set(claim.get("control", {})) <= {"left", "right", "over"}
 
 
 class Made:
@@ -83,11 +90,13 @@ class Made:
     def __init__(self, **values: np.ndarray) -> None:
         self.values = values
 
+    orders = False  # or every seed an order of the same demonstrations
+
     def sample(self, term: dict, dataset: str) -> Sample | None:
         values = self.values.get(term["metric"])
         if values is None:
             return None
-        seeds = tuple((seed, 0) for seed in range(len(values)))
+        seeds = tuple((1, seed) if self.orders else (seed, 0) for seed in range(len(values)))
         return Sample(seeds, np.arange(values.shape[1]), values[..., None])
 
 
@@ -95,47 +104,100 @@ def test_what_seeds_and_examples_add_to_both_sides_cancels():
     generator = np.random.default_rng(1)
     common = 3 * generator.standard_normal((3, 1)) + 5 * generator.standard_normal((1, 50))
     claim = ABOVE | {"right": {"metric": "n"}}
-    paired = judge(claim, Made(m=common + 0.1, n=common))
-    alone = judge(ABOVE, Made(m=common + 0.1))
+    own = 0.001 * generator.standard_normal((3, 50))
+    paired = judge(claim, Made(m=common + 0.1 + own, n=common))
+    alone = judge(ABOVE, Made(m=common + 0.1 + own))
     assert (paired.status, alone.status) == (HOLDS, OPEN)
-    assert paired.average.interval() == pytest.approx((0.1, 0.1))
+    assert paired.average.interval() == pytest.approx((0.1, 0.1), abs=0.002)
+
+
+def test_seeds_that_do_not_differ_at_all_decide_nothing():
+    verdict = judge(ABOVE, Made(m=np.repeat(np.linspace(0.2, 0.4, 30)[None], 3, axis=0)))
+    assert verdict.status == OPEN
+    assert "seeds do not differ" in verdict.reason
+    assert effect_text(verdict.average) == "+0.300"
+
+
+def test_orders_of_the_same_demonstrations_are_one_draw():
+    made = Made(m=0.5 + 0.01 * np.random.default_rng(1).standard_normal((4, 30)))
+    assert judge(ABOVE, made).status == HOLDS
+    made.orders = True
+    verdict = judge(ABOVE, made)
+    assert (verdict.status, verdict.average.seeds) == (OPEN, 1)
+    assert "one seed has no spread" in verdict.reason
+
+
+SHARE = ABOVE | {"left": {"metric": "rec2ftp"}, "asks": {"above": 0.5}}
 
 
 def test_a_quotient_is_taken_over_the_examples_it_is_defined_on():
-    values = np.full((3, 40), np.nan)
-    values[:, :10] = 1.0
-    values[:, 10:15] = 0.0
-    verdict = judge(ABOVE, Made(m=values))
+    values = np.full((3, 80), np.nan)
+    values[:, :20] = 1.0
+    values[:, 20:30] = 0.0
+    verdict = judge(SHARE, Made(rec2ftp=values))
     assert verdict.average.value == pytest.approx(2 / 3)
     low, high = verdict.average.interval()
-    assert 0.35 < low < 0.55
-    assert 0.8 < high < 0.95
+    assert 0.4 < low < 0.5
+    assert 0.75 < high < 0.85
+    assert verdict.average.count == 30
+
+
+def test_all_of_few_is_no_certainty():
+    """Two seeds with one mended example each had the interval [1, 1] and held."""
+    one = np.full((2, 60), np.nan)
+    one[:, 0] = 1.0
+    verdict = judge(SHARE, Made(rec2ftp=one))
+    assert (verdict.status, verdict.average.value) == (TOO_FEW, 1.0)
+    assert "too few: 1 examples" in verdict.reason
+    twelve = np.full((2, 60), np.nan)
+    twelve[:, :12] = 1.0
+    low, high = judge(SHARE, Made(rec2ftp=twelve)).average.interval()
+    assert 0.55 < low < 0.75
+    assert high == 1.0  # and not beyond
+
+
+def test_a_spread_ten_times_the_others_is_not_averaged_away():
+    equal, one = (satterthwaite([Part(v, 2) for v in variances]) for variances in ([1] * 6, [100, 1, 1, 1, 1, 1]))
+    assert (equal.variance, equal.freedom) == (pytest.approx(1 / 6), 6)  # half of 12
+    assert (one.variance, one.freedom) == (pytest.approx(105 / 36), 2)  # those of a single dataset
+
+
+def test_stricter_levels_are_wider_at_three_seeds():
+    effect = judge(ABOVE, Made(m=np.random.default_rng(1).standard_normal((3, 30)))).average
+    widths = [high - low for low, high in (replace(effect, limits=(-99, 99)).interval(x) for x in (0.05, 0.05 / 6))]
+    assert widths[1] > 1.5 * widths[0]
+
+
+def test_all_claims_together_are_held_to_more(outcomes):
+    found = list(outcomes[HOLDS].values())
+    assert [verdict.corrected for verdict in found] == [verdict.status for verdict in found]
+    weak = [replace(verdict, level=0.04) if verdict.status == HOLDS else verdict for verdict in found]
+    assert {verdict.corrected for verdict in corrected(weak) if verdict.status == HOLDS} == {OPEN}
+
+
+def test_one_sentence_answers(outcomes):
+    text = summary("1.3b", list(outcomes[FAILS].values()))
+    assert text.startswith(f"On 1.3b, of {len(NAMES)} claims 1 hold (lcgd_sim_am_delta_reversed), 20 do not hold (")
+    assert "0 are open, and 0 could not be asked" in text
+    assert "21 are open: 3 for want of a clear effect, 18 for want of seeds," in summary("x", outcomes[OPEN].values())
 
 
 def test_a_seed_whose_quotient_has_no_value_says_nothing():
     claim = ABOVE | {"right": {"metric": "n"}, "over": {"metric": "o"}}
     ones, over = np.ones((3, 20)), np.ones((3, 20))
     over[0] = 0.0
-    verdict = judge(claim, Made(m=ones, n=0.5 * ones, o=over))
-    assert (verdict.status, verdict.places[0][0].seeds, verdict.average.value) == (HOLDS, 2, 0.5)
+    drawn = ones * np.array([[1.0], [1.001], [0.999]])
+    verdict = judge(claim, Made(m=drawn, n=0.5 * ones, o=over))
+    assert (verdict.status, verdict.places[0][0].seeds) == (HOLDS, 2)
+    assert verdict.average.value == pytest.approx(0.5)
     assert judge(claim, Made(m=ones, n=ones, o=0 * ones)).status == NO_DATA
-
-
-def test_false_alarms_are_as_rare_as_the_level_says():
-    """No effect, three seeds: a one-sided 2.5 % is allowed on either side."""
-    generator, outcomes = np.random.default_rng(2), []
-    for _ in range(300):
-        values = 0.1 * generator.standard_normal((3, 1)) + generator.standard_normal((1, 30))
-        outcomes.append(judge(ABOVE, Made(m=values + 0.1 * generator.standard_normal((3, 30)))).status)
-    wrong = len(outcomes) - outcomes.count(OPEN)
-    assert wrong <= 0.08 * len(outcomes), outcomes
-    assert student(2) == 4.303
 
 
 def test_more_examples_are_asked_for_where_examples_are_what_varies():
     generator = np.random.default_rng(3)
-    values = np.repeat(0.05 + generator.standard_normal((1, 100)), 3, axis=0)
-    verdict = judge(ABOVE, Made(m=values - values.mean() + 0.1))
+    values = np.repeat(0.3 * generator.standard_normal((1, 100)), 3, axis=0)
+    values += 0.001 * generator.standard_normal((3, 1))
+    verdict = judge(ABOVE, Made(m=values - values.mean() + 0.05))
     assert verdict.status == OPEN
     assert "examples" in verdict.reason
     assert "seeds" not in verdict.reason
@@ -143,7 +205,7 @@ def test_more_examples_are_asked_for_where_examples_are_what_varies():
 
 def test_most_and_average_need_less_than_every(outcomes):
     effects = [effect for effect, _ in outcomes[HOLDS]["sim_aou_above_random"].places]
-    mixed = [*effects, replace(effects[0], value=-0.2)]
+    mixed = [*effects, replace(effects[0], value=-0.2, centre=-0.2)]
     found = {where: decide(ABOVE | {"where": where}, mixed).status for where in ("every", "most", "average")}
     assert found == {"every": FAILS, "most": HOLDS, "average": HOLDS}
 
@@ -159,11 +221,14 @@ def test_the_authors_own_runs_are_held_to_the_same_claims():
     found = {verdict.claim["name"]: verdict for verdict in authors_verdicts()}
     assert found["sim_aou_above_random"].status == HOLDS
     assert found["sim_aou_above_random"].average.value == pytest.approx(0.183, abs=0.001)
-    assert found["lcgd_sim_am_delta_layers"].status == FAILS
+    assert found["lcgd_sim_am_delta_layers"].status == OPEN  # appendix B.2 says nothing of layers 22 and 23
+    assert min(effect.value for effect, _ in found["lcgd_sim_am_delta_layers"].places) > 0
+    assert max(effect.value for effect, _ in found["lcgd_sim_am_delta_reversed"].places) < 0
     assert found["lcgd_sim_aou_norm"].status == OPEN  # SST-5 and AGNews differ by less than their seeds
     assert found["accuracy_gap"].status == NO_DATA
     mends = found["icl_mends_what_ft_mends"]
-    assert {effect.place: round(effect.value, 4) for effect, _ in mends.places}["sst2"] == 0.9184  # 45 of 49
+    above = {effect.place: round(effect.value, 3) for effect, _ in mends.places}
+    assert above == {"mr": 0.098, "sst2": 0.034, "sst5": 0.365, "subj": 0.058}  # above what ICL mends anyway
 
 
 def test_the_page_of_the_documentation_says_what_the_authors_runs_say():
@@ -176,7 +241,7 @@ def test_the_page_of_the_documentation_says_what_the_authors_runs_say():
 
 def test_the_verdicts_are_printed_with_their_effects(outcomes):
     found = list(outcomes[FAILS].values())
-    assert "sim_aou_above_random                does not hold  -0.200 [" in plain_verdicts("1.3b", found)
+    assert "sim_aou_above_random                 does not hold  -0.200 [" in plain_verdicts("1.3b", found)
     sheet = verdict_sheet("1.3b", found)
-    assert {len(line) for line in sheet.lines} == {8}
+    assert {len(line) for line in sheet.lines} == {10}
     assert len(sheet.lines) == 1 + len(NAMES)

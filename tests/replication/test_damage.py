@@ -12,8 +12,8 @@ import pytest
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.engine import Engine
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.replication.store import Store
 from tests.replication.toy_run import run, tables
 from tests.world import World
 
@@ -141,13 +141,14 @@ BAD_PLANS = {
 def test_a_bad_plan_is_told_and_never_blocks_the_folder(world, folder, kind, capsys):
     bad = folder / "plans" / "bad.json"
     bad.write_text(BAD_PLANS[kind])
-    found = report(folder, quiet=True)
-    assert len(found.planned) == 2
+    report(folder, quiet=True)
     run(world, folder, *CELLS)
-    said = [line for line in capsys.readouterr().err.splitlines() if "bad.json" in line]
+    captured = capsys.readouterr()
+    assert "2 of 2 cells finished" in captured.out
+    said = [line for line in captured.err.splitlines() if "bad.json" in line]
     assert len(said) == 1
     assert said[0].startswith(f"left out: {bad}: ")
-    assert "remove it and give its replicate command again" in said[0]
+    assert "remove it and give the replicate command again" in said[0]
 
 
 def test_a_plan_with_a_table_that_is_not_published_shows_the_others(folder):
@@ -168,12 +169,12 @@ def test_a_damaged_marker_is_named(folder, content):
     marker = folder / "store.json"
     marker.write_text(content)
     for create in (False, True):
-        with pytest.raises(UserError, match=rf'{marker}: not readable.*write {{"format": 2}} into it'):
-            Store(folder, create=create)
+        with pytest.raises(UserError, match=rf'{marker}: not readable.*write {{"format": 3}} into it'):
+            ResultsFolder(folder, create=create)
     marker.unlink()
     marker.mkdir()
     with pytest.raises(UserError, match=rf"{marker}: a folder where a file should be"):
-        Store(folder)
+        ResultsFolder(folder)
 
 
 def truncated_observation(place: Path) -> None:
@@ -234,10 +235,10 @@ def test_damaged_observations_are_made_again_with_a_line(world, sound, tmp_path,
 def stop_at_second() -> Callable[..., object]:
     compare, calls = Engine.compare, []
 
-    def stopping(self, cell, observations):
+    def stopping(self, cell, prompts, observations):
         calls.append(cell)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return compare(self, cell, observations)
+        return compare(self, cell, prompts, observations)
 
     return stopping

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.replication.folders import StoreError
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.replication.store import StoreError
 from fairseq_icl.results import read_results
 from tests.replication.toy_run import run, tables
 from tests.world import World

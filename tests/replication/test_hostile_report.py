@@ -1,7 +1,6 @@
 """Names from foreign files in a report: data in every format, never markup, formulas, commands or paths."""
 
 import csv
-import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -9,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_icl.replication.folders import CellFolder, ResultsFolder
 from fairseq_icl.replication.report import write_report
 from fairseq_icl.replication.report.html import anchor
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.replication.report.text import file_name, marked, spreadsheet_safe
-from fairseq_icl.replication.store import Store
-from fairseq_icl.results import write_results
 from tests.replication.test_report import table_of
 
 SCRIPT = "<script>alert(1)</script>"
@@ -33,7 +31,7 @@ MODEL = 'm$o_{"}'
 
 
 def hostile_run(folder: Path) -> Run:
-    store = Store(folder)
+    store = ResultsFolder(folder)
     entries = []
     for number, name in enumerate(HOSTILE):
         for variant in ("", name):
@@ -43,9 +41,8 @@ def hostile_run(folder: Path) -> Run:
             settings = {"lr": 0.1 + number, "num_demonstrations": 8, "switch_labels": "none", "switch_fraction": 1.0}
             configuration = {"cell": {"method": SCRIPT, "settings": settings}}
 
-            def write(cell: Path, name: str = name, configuration: dict = configuration) -> None:
-                write_results(cell / "results.parquet", table_of(name, 1, "gd", "pretrained"), configuration)
-                (cell / "cell.json").write_text(json.dumps(configuration))
+            def write(cell: CellFolder, name: str = name, configuration: dict = configuration) -> None:
+                cell.write(configuration, table_of(name, 1, "gd", "pretrained"), configuration, seconds=1.0)
 
             store.finish(key, write)
     store.add_plan({"experiment": f"# {SCRIPT}", "tables": ["deutch2024_table2"], "cells": entries})
@@ -73,7 +70,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planned = run.planned.assign(key=run.planned["key"].replace(keys))
     values = run.values.assign(key=run.values["key"].replace(keys))
     configurations = {keys.get(key, key): value for key, value in run.configurations.items()}
-    shutil.copytree(run.cell_folder(MODEL, "k0"), run.cell_folder(MODEL, keys["k0"]))
+    shutil.copytree(run.cell_folder(MODEL, "k0").path, run.cell_folder(MODEL, keys["k0"]).path)
     to = folder / "report"
     (to / "figures").mkdir(parents=True)
     (folder / "precious").write_text("mine")

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_icl.commands.replicate import job_of
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication import scheduling
 from fairseq_icl.replication.cells import file_hash
 from fairseq_icl.replication.engine import Engine
+from fairseq_icl.replication.find_model import find_model
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import expand
-from fairseq_icl.replication.stand_in import find_model
-from fairseq_icl.replication.store import Store
+from fairseq_icl.replication.run import engine_of
+from fairseq_icl.replication.run import run as run_cells
 from tests.replication.toy_run import configuration, run, tables
 from tests.world import SPEC, World, make_world
 
@@ -61,23 +63,24 @@ def test_one_engine_tells_two_specs_of_one_name_apart(world: World, tmp_path: Pa
     other = tmp_path / "toy.yaml"
     other.write_text(SPEC.replace("Sentence: {text} Label:", "Label: {text} Sentence:"))
     config = configuration(world, tmp_path / "run", "experiment=deutch2024", "method=none", "init=pretrained")
-    engine = Engine(find_model(config["model"], tmp_path), world.data, Store(tmp_path / "run"))
+    engine = Engine(find_model(config["model"], tmp_path), world.data, ResultsFolder(tmp_path / "run"))
     first, second = expand(config)[0], expand(config | {"datasets": [str(other)]})[0]
     assert first.dataset == second.dataset
-    assert engine.key(first) != engine.key(second)
-    assert engine.prompts_of(first).queries != engine.prompts_of(second).queries
+    assert engine.keys.of(first) != engine.keys.of(second)
+    assert engine.keys.of_prompts(first) != engine.keys.of_prompts(second)
+    assert engine.prompts(first).queries != engine.prompts(second).queries
 
 
 def test_data_that_change_between_plan_and_reading_are_refused(tmp_path: Path):
     world = make_world(tmp_path / "w")
     config = configuration(world, tmp_path / "run", "experiment=deutch2024", "method=none", "init=pretrained")
-    engine = Engine(find_model(config["model"], tmp_path), world.data, Store(tmp_path / "run"))
     (cell,) = expand(config)
-    engine.key(cell)
+    job = job_of(config, world.data)
+    engine_of(job).keys.of(cell)
     with (world.data / "toy_valid.jsonl").open("a") as file:
         file.write('{"text": "word1 word2", "label": 0}\n')
     with pytest.raises(UserError, match="toy changed during the run; start it again"):
-        scheduling.run(engine, [cell])
+        run_cells(job, [cell], print)
     assert not tables(tmp_path / "run")
     file_hash.cache_clear()
 
@@ -89,12 +92,12 @@ def test_the_rows_in_a_file_of_demonstrations_are_part_of_the_key(world: World, 
     for text in ("1\n2\n3\n4\n", "# the same\n1\n2\n3\n4\n", "1\n2\n4\n3\n"):
         rows.write_text(text)
         config = configuration(world, tmp_path / "run", *words)
-        engine = Engine(find_model(config["model"], tmp_path), world.data, Store(tmp_path / "run"))
+        engine = Engine(find_model(config["model"], tmp_path), world.data, ResultsFolder(tmp_path / "run"))
         (cell,) = expand(config)
-        keys.append([engine.key(cell), engine.key(cell, "zsl"), engine.key(cell, "icl"), engine.key(cell, "ft")])
+        keys.append([engine.keys.of(cell, kind) for kind in ("cell", "zsl", "icl", "ft")])
     first, same, other = keys
     assert first == same
     assert [a == b for a, b in zip(first, other, strict=True)] == [False, True, False, False]
     rows.unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        Engine(engine.files, world.data, engine.store).key(cell)
+        Engine(engine.files, world.data, engine.folder).keys.of(cell)

@@ -34,7 +34,6 @@ def test_the_spread_of_fine_tuning_on_all_at_once_is_rounding(ordered):
     assert at_once["ICL: probability, SD"] == steps["ICL: probability, SD"] > 1e-5
     for row in rows.values():
         assert 0 <= row["token overlap"] <= 1
-        assert 0 <= row["overlap cosine"] <= 1
 
 
 def test_accuracies_are_drawn_by_order(ordered):

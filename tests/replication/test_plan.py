@@ -8,14 +8,14 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.files import find_files
-from fairseq_icl.replication.cells import key_of
+from fairseq_icl.replication.cells import Keys
 from fairseq_icl.replication.configuration import compose_configuration, friendly
-from fairseq_icl.replication.plan import expand
+from fairseq_icl.replication.plan import borrowed_rate, borrowed_rates, expand
 from fairseq_icl.settings import READING, Settings
 
 
 def plan(*overrides: str):
-    return expand(compose_configuration(friendly(["data=.", "model=1.3b", *overrides], sweep=False)))
+    return expand(compose_configuration(friendly(["data=.", "model=1.3b", *overrides])))
 
 
 def test_deutch2024_has_the_papers_runs():
@@ -114,6 +114,7 @@ def test_overrides_choose_parts_and_keep_the_papers_permutations():
         (["init=layer-norms", "method=alpha"], "plan is empty"),
         (["vary={seed:[1]}"], "seed cannot be varied"),
         (["skip=[{seed:1}]"], "unknown key seed"),
+        (["model.name='=HYPERLINK(1)'"], "none of . = . - @ in front"),
     ],
 )
 def test_mistakes_are_explained(overrides, message):
@@ -126,11 +127,12 @@ def test_keys_follow_what_determines_a_cell_and_nothing_else(world, tmp_path):
 
     cell = expand(configuration(world, tmp_path, "experiment=deutch2024", "method=gd", "init=pretrained"))[0]
     files = find_files(world.model, bpe=None, name="toy")
-    key = key_of(cell, files, world.data)
-    assert key == key_of(replace(cell, variant="other name"), files, world.data)
-    assert key != key_of(cell, replace(files, checkpoint=world.dictionary), world.data)
-    assert key != key_of(cell.changed(seed=9), files, world.data)
-    assert key != key_of(cell.changed(method="lcgd"), files, world.data)
+    keys = Keys(files, world.data)
+    key = keys.of(cell)
+    assert key == keys.of(replace(cell, variant="other name"))
+    assert key != Keys(replace(files, checkpoint=world.dictionary), world.data).of(cell)
+    assert key != keys.of(cell.changed(seed=9))
+    assert key != keys.of(cell.changed(method="lcgd"))
 
 
 def test_two_datasets_of_one_name_are_refused(tmp_path):
@@ -231,3 +233,13 @@ def test_a_models_yaml_file_is_checked(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(UserError, match=message):
         plan("experiment=deutch2024", f"model={path}")
+
+
+def test_a_learning_rate_made_for_another_model_is_said():
+    assert borrowed_rates(plan("experiment=deutch2024", "dataset=sst2")) == []
+    told = borrowed_rates(plan("experiment=deutch2024", "model=125m", "dataset=sst2,mr", "method=gd,alpha,match_icl"))
+    assert told == [borrowed_rate("sst2", "125m", "1.3b"), borrowed_rate("mr", "125m", "1.3b")]
+    assert "the paper's for 1.3b, not one for 125m; experiment=rate_search finds it" in told[0]
+    assert borrowed_rates(plan("experiment=dai2023", "model=2.7b", "dataset=sst2")) == []
+    assert borrowed_rates(plan("experiment=deutch2024", "model=125m", "dataset=sst2", "lr=0.1")) == []
+    assert borrowed_rates(plan("experiment=deutch2024", "model=125m", "dataset=sst2", "method=match_icl")) == []

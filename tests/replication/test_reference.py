@@ -9,12 +9,24 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.replication.folders import CellFolder
 from fairseq_icl.replication.report import Contents, write_report
-from fairseq_icl.replication.report.evidence import AuthorsEvidence
-from fairseq_icl.replication.report.examples import MOST_BYTES, page_examples, read_kept
+from fairseq_icl.replication.report.examples import MOST_BYTES, page_examples
 from fairseq_icl.replication.report.figures import clipping, gradient_norms, over_tasks, similarities
 from fairseq_icl.replication.report.plotting import drawings
-from fairseq_icl.replication.report.published import FOLDER, RUN, authors_runs, authors_trajectory
+from fairseq_icl.replication.report.published import (
+    FOLDER,
+    RUN,
+    all_logs,
+    authors_gradients,
+    authors_means,
+    authors_noise,
+    authors_prediction_changes,
+    authors_runs,
+    authors_trajectory,
+    published_figures,
+    zero_shot_errors,
+)
 from fairseq_icl.replication.report.run import Run, side_by_side, steps_of
 from fairseq_icl.replication.report.tables import paper_tables
 from fairseq_icl.replication.report.text import comma_separated, csv_of, plain
@@ -54,7 +66,10 @@ def test_every_run_of_the_authors_is_there():
     assert trained.groupby("init").size().to_dict() == {"layer-norms": 15, "pretrained": 36, "trained-embeddings": 15}
     raw = pd.read_csv(FOLDER / "authors_runs.csv")
     assert len(raw.drop_duplicates([*RUN, "clip_norm", "precision", "source"])) == 91
-    assert AuthorsEvidence().runs == 88  # three tried a clipping by layer that had no effect, or another
+    names = [*RUN, "k", "clip_norm", "precision", "source", "repeat"]
+    more = pd.read_csv(FOLDER / "authors_runs_more.csv")
+    assert len(more.drop_duplicates(names)) == 48  # six new configurations, 42 repeats
+    assert set(raw.loc[raw["clip_norm"] == "different.layers.clipping", "precision"]) == {"fp32"}  # not fp16, as marked
     swept = runs[(runs["dataset"] == "subj") & (runs["metric"] == "sim_aou_norm") & runs["layer"].isna()]
     assert sorted(set(swept["clip_norm"])) == [0, 0.2, 0.5, 1, 2, 5, 7, 9, 12, 15]
 
@@ -158,7 +173,7 @@ def test_two_runs_of_one_model_stand_side_by_side(run: Run, tmp_path: Path):
 
 
 def test_examples_are_kept_in_bounds_and_checked(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = run.cell_folder("1.3b", "sst2pretrainedgd1") / "examples.json"
+    path = run.cell_folder("1.3b", "sst2pretrainedgd1").path / "examples.json"
     kept = {"demonstrations": [["a", "b"]], "examples": []}
     path.write_text(json.dumps(kept))
     (group,) = page_examples(run)
@@ -169,9 +184,69 @@ def test_examples_are_kept_in_bounds_and_checked(run: Run, tmp_path: Path, monke
     for wrong in ("[]", "{", '{"demonstrations": [["a"]], "examples": [{"query": 1}]}'):
         path.write_text(wrong)
         with pytest.raises(UserError, match="remove the folder"):
-            read_kept(path)
+            CellFolder(path.parent).examples()
     path.unlink()
 
 
 def test_copied_tables_are_no_formulas():
     assert csv_of([["=1", "-0.5", "-x", "+1"]]) == "'=1,-0.5,'-x,'+1\n"
+
+
+def test_chance_is_computed_from_the_first_papers_accuracies_and_the_authors_counts():
+    rows = published_figures()["tables"]["dai2023_rec2ftp"]
+    printed = dict(zip(rows["columns"], rows["rows"][1]["published"]["1.3b"]["values"], strict=True))
+    mended = {"sst2": 227, "sst5": 181, "mr": 318, "subj": 435, "agnews": 782, "cb": 22}
+    logs = all_logs()
+    counts = logs[(logs["metric"] == "f2t_icl") & (logs["clip_norm"] == 0)]
+    for dataset, number in mended.items():
+        assert number in set(counts.loc[counts["dataset"] == dataset, "value"])
+        assert printed[dataset] == pytest.approx(100 * number / zero_shot_errors(dataset), abs=0.005)
+
+
+def test_every_difference_has_the_authors_own_noise_beside_it(run: Run):
+    place = ("pretrained", 0.0)
+    noise = authors_noise()
+    assert noise["sim_aou_norm", "gd", *place, "sst2", "fp16"] == pytest.approx((0.0003, 0.0118), abs=1e-4)
+    assert noise["sim_aou_norm", "lcgd", *place, "subj", "fp16"][1] < 0.0005
+    assert noise["sim_am_delta", "gd", *place, "agnews", "fp16"] == pytest.approx((0.0625, 0.4142), abs=1e-4)
+    (table,) = paper_tables(replace(run, tables=["deutch2024_table2"]))
+    entry = dict(table.rows)["SimAOU_norm, GD"][table.columns.index("sst2")]
+    assert entry.repeats == pytest.approx(0.0003)
+    assert not entry.is_exact
+    assert replace(entry, mean=entry.published + 0.0002).is_exact
+    assert "their repeats" in plain(table)
+    assert "exact" in plain(replace(table, rows=(("x", (replace(entry, mean=entry.published),)),), columns=("sst2",)))
+
+
+def test_the_authors_rpa_is_recomputed_from_their_counts():
+    means = authors_means()
+    assert means["rpa_same_label", "gd", "pretrained", 0.0, "sst2", "fp16"][0] == pytest.approx(0.1684, abs=1e-4)
+    changes = authors_prediction_changes()
+    one_class = changes[(changes["dataset"] == "subj") & (changes["method"] == "lcgd")]
+    assert one_class["ft_changed"].tolist() == [1304, 696]  # together all 2000: each says one label for everything
+
+
+def test_the_authors_heat_map_stands_beside_ours(run: Run):
+    assert authors_gradients().shape == (32, 24)
+    keys = {"sst2pretrainedlcgd1": np.ones((4, 24))}
+    (chart,) = [c for c in gradient_norms(replace(run, whole_layers=keys), "1.3b") if "whole" in c.name]
+    assert [panel.title for panel in chart.panels] == ["sst2", "subj: the authors' run"]
+    assert chart.panels[-1].grid[0, 0] == pytest.approx(2636.7449)
+
+
+def test_a_model_that_gives_one_label_is_marked(run: Run):
+    counts = run.values[run.values["metric"] == "examples"].assign(metric="labels_ft", value=1.0)
+    both = replace(run, values=pd.concat([run.values, counts]), tables=["dai2023_rec2ftp"])
+    (table, *_) = paper_tables(both)
+    assert "(one label)" in plain(table)
+    assert any("ICL's alone" in note for note in table.notes)
+    several = replace(run, values=pd.concat([run.values, counts.assign(value=2.0)]), tables=["dai2023_rec2ftp"])
+    assert "one label" not in plain(paper_tables(several)[0])
+
+
+def test_the_authors_shares_of_predictions_stand_beside_ours(run: Run):
+    (table,) = paper_tables(replace(run, tables=["authors_predictions"]))
+    entries = dict(table.rows)
+    column = table.columns.index("sst2")
+    assert entries["Rec2FTP, GD"][column].authors["fp16"][0] == pytest.approx(92.16)
+    assert entries["RPA (same label), LCGD"][column].authors["fp16"][0] == pytest.approx(32.42, abs=0.01)

@@ -81,6 +81,12 @@ def test_runs_without_perturbations_have_no_such_table(world, tmp_path):
     assert stability_tables(load_run(out)) == []
 
 
+def test_a_borrowed_learning_rate_is_warned_of(spread):
+    borrowed = {key: said | {"lr_made_for": "1.3b"} for key, said in spread.configurations.items()}
+    (warning,) = replace(spread, configurations=borrowed).warnings
+    assert "the learning rate is the paper's for 1.3b, not one for model" in warning
+
+
 def test_a_folder_of_different_machines_is_warned_of(spread):
     assert spread.warnings == []
     changed = {key: json.loads(json.dumps(said)) for key, said in spread.configurations.items()}
@@ -117,13 +123,12 @@ def nothing(world: World, tmp_path_factory: pytest.TempPathFactory):
 def test_one_example_and_no_update_are_marked_where_they_are_read(nothing):
     table = next(table for table in paper_tables(nothing) if table.name.startswith("deutch2024_table2"))
     for text in (plain(table), markdown(table), html.table_html(table, html.Page())):
-        assert "0.00 (no update)" in text
+        assert "no update" in text
         assert "(n=1)" in text
-        assert "no update: fine-tuning changed nothing here" in text
+        assert "no update: no update is above rounding here" in text
         assert "n=1: a single validation example" in text
     row = next(line for line in markdown(table).splitlines() if "95 % interval" in line)
     (comparison,) = comparison_tables(nothing)
-    assert "0.000 (no update)" in plain(comparison)
     assert "(n=1)" in plain(comparison)
     assert "[" not in row or "n=1" in markdown(table)
 
@@ -132,7 +137,7 @@ def test_the_summary_of_validation_marks_them_too(nothing):
     key = nothing.planned["key"].iloc[0]
     table, _ = read_results(nothing.folder / "cells" / key / "results.parquet")
     lines = {line.split()[0]: line for line in summary(means(table)).splitlines()}
-    assert "0.0000 (no update)" in lines["sim_aou"]
+    assert "sim_aou" not in lines  # it has no value, and is counted
     assert lines["accuracy_icl"].endswith("none (n=1)")
     assert "no update" not in lines["accuracy_icl"]
     assert "sim_aou" in lines["cosines"]

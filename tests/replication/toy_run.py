@@ -27,7 +27,7 @@ def settings(world: World, out: Path, *more: str) -> list[str]:
 
 
 def configuration(world: World, out: Path, *more: str) -> dict:
-    return compose_configuration(friendly(settings(world, out, *more), sweep=False))
+    return compose_configuration(friendly(settings(world, out, *more)))
 
 
 def run(world: World, out: Path, *more: str) -> Path:

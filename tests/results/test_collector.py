@@ -121,10 +121,11 @@ def test_a_base_checkpoint_scored_alone_has_the_metrics_of_zsl_and_icl():
     assert not names & {"accuracy_ft", "rpa", "sim_aou", "sim_am_delta", "prediction_ft"}
 
 
-def test_zero_updates_are_zero_and_counted():
+def test_zero_updates_are_left_out_and_counted():
     zsl, icl = random_observation(0), random_observation(1)
     found = means(collected(zsl, icl, zsl).table())
-    assert found["sim_aou"] == 0
+    assert "sim_aou" not in found
+    assert "length_ratio_sim_aou" not in found
     assert found["zero_updates_sim_aou"] == 6 * 3
     assert found["zero_updates_sim_am_delta"] == 6 * 3 * 2
     assert found["zero_updates_sim_am_before"] == 0
@@ -331,3 +332,15 @@ def test_a_length_ratio_to_no_change_is_counted_and_one_of_diverged_numbers_leav
     others = [seen.take(torch.arange(1, 6)) for seen in (zsl, icl, ft)]
     without = means(compare(prompts_of(), *others, metrics=["sim_aou"]))
     assert broken["length_ratio_sim_aou"] == pytest.approx(without["length_ratio_sim_aou"])
+
+
+def test_all_of_n_and_none_of_n_are_no_certainty():
+    """Every resample of n successes is n successes: the bootstrap alone gave [1, 1]."""
+    seen = random_observation(0)
+    right, wrong = replace(seen, prediction=seen.gold), replace(seen, prediction=seen.gold + 1)
+    table = collected(wrong, right, right).table()
+    overall = table[table["layer"].isna() & table["example"].isna()].set_index("metric")
+    low, high = overall.loc["accuracy_icl", ["low", "high"]]
+    assert (low, high) == (pytest.approx(6 / (6 + 1.96**2)), 1.0)
+    assert tuple(overall.loc["accuracy_zsl", ["low", "high"]]) == (0.0, pytest.approx(1 - low))
+    assert overall.loc["rec2ftp", "low"] == pytest.approx(low)

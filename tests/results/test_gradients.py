@@ -14,7 +14,7 @@ from fairseq_icl.results import (
     step_size_matrix,
     whole_layer_matrix,
 )
-from fairseq_icl.training.gradient_record import describe, write_gradient_record
+from fairseq_icl.results.gradient_record import describe, write_gradient_record
 from tests.criterions.tiny_model import build_model
 
 

@@ -13,6 +13,7 @@ import pytest
 from fairseq_icl import results
 from fairseq_icl.errors import UserError
 from fairseq_icl.results.collector import Collector
+from fairseq_icl.results.table import _git_state
 from tests.metrics.observations import random_observation
 
 MADE_BY = {"config": {"dataset": "sst2", "lr": 0.1}, "git": None}
@@ -78,7 +79,7 @@ def test_a_place_that_cannot_be_made_is_one_line(tmp_path: Path):
 @pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"PAR1 and nothing more", b"\xff\xfe\n\x00"])
 def test_other_files_are_refused_in_one_line(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name}: not a results file"):
+    with pytest.raises(UserError, match=f"{name}: (not a results file|damaged, or not a file of results)"):
         results.read_results(tmp_path / name)
 
 
@@ -104,15 +105,15 @@ def test_provenance_names_versions_and_the_hash_of_the_checkpoint(tmp_path: Path
 def test_the_commit_of_a_repository_that_only_contains_the_installation_is_not_ours(tmp_path: Path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "__init__.py").write_text("")
-    assert results._git_state(tmp_path) is None
+    assert _git_state(tmp_path) is None
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "add", "__init__.py"], check=True)
     subprocess.run([*git, "commit", "-qm", "a"], check=True)
-    state = results._git_state(tmp_path)
+    state = _git_state(tmp_path)
     assert len(state["commit"]) == 40
     assert state["modified"] is False
     (tmp_path / "__init__.py").write_text("changed")
-    assert results._git_state(tmp_path)["modified"] is True
+    assert _git_state(tmp_path)["modified"] is True
 
 
 def test_means_are_the_rows_without_an_example():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.dual_form import DualRecorder, SgdRule, example_weights
 
 EXACT = 1e-10

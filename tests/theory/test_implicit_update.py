@@ -8,7 +8,7 @@ from fairseq.modules import TransformerDecoderLayer
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.implicit_update import (
     BlockUpdate,
     applied,

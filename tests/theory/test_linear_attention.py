@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.linear_attention import (
     Heads,
     explain,

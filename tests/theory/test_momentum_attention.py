@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.momentum_attention import decay_matrix, decayed_sum, momentum_attention
 
 EXACT = 1e-10

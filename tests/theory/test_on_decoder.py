@@ -9,7 +9,7 @@ from fairseq.modules import TransformerDecoderLayer
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.decoder_statements import run_on_decoder
 from fairseq_icl.theory.linear_attention import Heads, explain_heads, heads_of, softmax_attention
 from fairseq_icl.theory.on_decoder import attention_change, fine_tuned_updates, implicit_updates

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.perceptron import softmax_kernel, train_dual, train_primal
 
 

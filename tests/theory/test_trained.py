@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.comparison import relative_error
+from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.construction import Regression, gradient_descent, half_squared_error, predict, random_regression
 from fairseq_icl.theory.trained import (
     LinearSelfAttentionModel,

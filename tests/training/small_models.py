@@ -8,24 +8,24 @@ from omegaconf import OmegaConf
 
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl
 from fairseq_icl.training.sequential import sequential_step
 from tests.criterions.tiny_model import sample_of
-from tests.models.test_rotary_lm import LLAMA, RotaryConfig
-from tests.models.test_rotary_lm import decoder as rotary_decoder
 from tests.models.tiny_linearized import build_decoder
+from tests.models.tiny_transformers import tiny_decoder
 
 TOKENS = [[0, 5, 7, 4, 9, 11], [0, 8, 6, 10]]
 SAMPLE = sample_of(TOKENS) | {"rows": [7, 3]}
 RATE = 0.5
-KINDS = ("fairseq", "rotary", "linearized")
+KINDS = ("fairseq", "stablelm", "linearized")
+"""stablelm: rotated heads, a gated MLP, and norms that compute in the precision they are given."""
 
 
-def small_model(kind: str, layers: int = 2, rotary: RotaryConfig = LLAMA) -> PretrainedLM:
-    """A model whose keys and values learn; the same weights at every call."""
-    if kind == "rotary":
-        decoder = rotary_decoder(RotaryConfig(**vars(rotary) | {"layers": layers}))
+def small_model(kind: str, layers: int = 2) -> PretrainedLM:
+    """A model whose keys and values learn; the same weights at every call. `kind` may be a family of transformers."""
+    if kind not in ("fairseq", "linearized"):
+        decoder = tiny_decoder(kind, num_hidden_layers=layers).double()
     else:
         decoder = build_decoder(decoder_layers=layers).double()
     model = PretrainedLM(decoder)

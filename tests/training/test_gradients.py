@@ -14,9 +14,8 @@ from torch import nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.results import GRADIENT_COLUMNS, read_gradient_record
-from fairseq_icl.training import gradient_record
-from fairseq_icl.training.gradient_record import GradientRecorder
+from fairseq_icl.results import GRADIENT_COLUMNS, gradient_record, read_gradient_record
+from fairseq_icl.results.gradient_record import GradientRecorder, Update
 from fairseq_icl.training.gradients import GradientControl, layer_limits
 from tests.criterions.tiny_model import build_model, criterion, sample_of
 
@@ -269,7 +268,7 @@ def norms(step: int) -> list[float]:
 def write(path: Path, steps: range) -> Path:
     record = recorder(path)
     for step in steps:
-        record.add(step, str(step * 10), norms(step), 2.5, 8, norms(step), norms(step))
+        record.add(Update(step, str(step * 10), norms(step), 2.5, 8, norms(step), norms(step)))
     record.flush()
     return path
 
@@ -291,7 +290,7 @@ def test_layer_norms_are_given_by_step_with_their_demonstration(tmp_path: Path):
 def test_small_record_is_on_disk_after_every_step_and_leaves_nothing_else(tmp_path: Path):
     record = recorder(tmp_path / "r.parquet")
     for step in range(3):
-        record.add(step, "0", norms(step), 2.5, 8, norms(step), norms(step))
+        record.add(Update(step, "0", norms(step), 2.5, 8, norms(step), norms(step)))
         assert steps(tmp_path / "r.parquet").max() == step
     assert [path.name for path in tmp_path.iterdir()] == ["r.parquet"]
 
@@ -300,7 +299,7 @@ def test_large_record_is_written_now_and_then_and_by_flush(tmp_path: Path, monke
     monkeypatch.setattr(gradient_record, "ROWS_WRITTEN_EVERY_STEP", 0)
     record = recorder(tmp_path / "r.parquet")
     for step in range(101):
-        record.add(step, "0", norms(step), 2.5, 8, norms(step), norms(step))
+        record.add(Update(step, "0", norms(step), 2.5, 8, norms(step), norms(step)))
     assert 90 <= steps(tmp_path / "r.parquet").max() < 100
     record.flush()
     assert steps(tmp_path / "r.parquet").max() == 100
@@ -323,7 +322,7 @@ def test_record_of_other_parameters_is_not_continued(tmp_path: Path):
     write(tmp_path / "r.parquet", range(3))
     other = recorder(tmp_path / "r.parquet", layers=1)
     with pytest.raises(UserError, match="another run"):
-        other.add(3, "0", [1.0, 2.0], 2.5, 8, [1.0, 2.0], [1.0, 2.0])
+        other.add(Update(3, "0", [1.0, 2.0], 2.5, 8, [1.0, 2.0], [1.0, 2.0]))
 
 
 def test_record_of_another_model_is_refused(tmp_path: Path):
@@ -359,7 +358,7 @@ def test_recorder_without_a_path_writes_nothing_and_has_the_table(tmp_path: Path
     assert list(record.table().columns) == list(GRADIENT_COLUMNS)
     assert len(record.table()) == 0
     for step in range(3):
-        record.add(step, "4", norms(step), 2.5, 8, norms(step), norms(step))
+        record.add(Update(step, "4", norms(step), 2.5, 8, norms(step), norms(step)))
     record.flush()
     assert list(tmp_path.iterdir()) == []
     path = write(tmp_path / "r.parquet", range(3))

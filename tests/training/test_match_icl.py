@@ -1,4 +1,4 @@
-"""The ceiling: keys and values trained to do at the demonstrations what ICL does there."""
+"""A lower bound of what is possible: keys and values trained to do at the demonstrations what ICL does there."""
 
 import dataclasses
 
@@ -45,6 +45,22 @@ def test_targets_are_what_the_whole_prompt_gives(kind: str):
         with torch.no_grad(), attention_outputs(model.decoder) as outputs:
             model(whole)
         expected = torch.stack([output[len(CONTEXT) :, 0] for output in outputs])
+        torch.testing.assert_close(targets.outputs[row], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_demonstration_is_not_in_its_own_prompt(kind: str):
+    """ICL would copy the answer from there, which no query lets it do."""
+    first, second = (tuple(tokens[1:]) for tokens in TOKENS)
+    spans = ((1, 1 + len(first)), (2 + len(first), 2 + len(first) + len(second)))
+    rows = tuple(SAMPLE["rows"])
+    prompts = dataclasses.replace(prompts_of((0, *first, 2, *second, 2)), context_rows=rows, context_spans=spans)
+    model = small_model(kind)
+    targets = icl_targets(model, prompts)
+    for row, context, own in ((rows[0], (0, *second, 2), first), (rows[1], (0, *first, 2), second)):
+        with torch.no_grad(), attention_outputs(model.decoder) as outputs:
+            model(torch.tensor([[*context, *own]]))
+        expected = torch.stack([output[len(context) :, 0] for output in outputs])
         torch.testing.assert_close(targets.outputs[row], expected)
 
 
@@ -120,7 +136,7 @@ def test_it_is_more_similar_to_icl_than_gd_at_layer_1_and_on_queries_it_never_sa
 
 def test_its_own_rate_is_taken_unless_one_is_given():
     model = fi.load_model("demo")
-    prompts = fi.build_prompts(model, "demo_sentiment", k=1, limit=1)
+    prompts = fi.build_prompts(model, "demo_sentiment", k=2, limit=1)
     with pytest.raises(UserError, match="no learning rate"), fi.fine_tuned(model, prompts, "gd"):
         pass
     equal = {"layer_step": "equal", "layer_step_size": 0.01}
@@ -131,7 +147,7 @@ def test_its_own_rate_is_taken_unless_one_is_given():
         pass
     run = ["experiment=ceiling", "model=demo", "dataset=demo_sentiment", "seed=1"]
     for more, rate in (([], 0.001), (["lr=0.5"], 0.5), (["lr_scale=2"], 0.002)):
-        cells = expand(compose_configuration(friendly([*run, *more], sweep=False)))
+        cells = expand(compose_configuration(friendly([*run, *more])))
         rates = {cell.method: cell.settings.lr for cell in cells}
         assert rates["match_icl"] == rate
         assert rates["gd"] == (0.5 if more == ["lr=0.5"] else 0.6 if more else 0.3)

@@ -10,8 +10,8 @@ import fairseq_icl as fi
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.results import heatmap_matrix, step_size_matrix
+from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl
 from fairseq_icl.training.step_sizes import equal_step_size
 from tests.criterions.tiny_model import criterion

@@ -1,10 +1,7 @@
-"""A Hugging Face folder as a model: config.json, weights (see `weights`) and tokenizer (see `tokenizer`).
+"""A Hugging Face folder as a model: config.json (see `architecture`), weights and tokenizer (see `tokenizer`).
 
-    model = read_folder("smollm2")          # the config is checked here, weights and tokenizer when they are needed
-    decoder = load_decoder(model)           # weights: a fairseq decoder in fp32
-    decoder(torch.tensor([[model.bos, *model.encode_line("The capital of France is")]]))
-
-Nothing is converted on disk, and `transformers` is not needed.
+The config is checked when the folder is opened, weights and tokenizer are read when they are needed. Nothing is
+converted on disk.
 """
 
 import hashlib
@@ -19,9 +16,8 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.hugging_face.families import Architecture, read_architecture
+from fairseq_icl.models.hugging_face.architecture import Architecture, read_architecture
 from fairseq_icl.models.hugging_face.tokenizer import Vocabulary, read_vocabulary, tokenizer_files
-from fairseq_icl.models.rotary_lm import RotaryConfig
 from fairseq_icl.prompts import Writing
 
 CONFIG = "config.json"
@@ -42,38 +38,18 @@ class HFModel:
 
     @property
     def family(self) -> str:
-        """gpt2, opt, xglm, dense (a dense LM in XGLM's form), llama, mistral, qwen2, qwen3 or gpt_neox."""
+        """transformers' model_type; dense for a dense LM in XGLM's form."""
         return self.architecture.family
 
     @property
-    def is_rotary(self) -> bool:
-        """Whether the decoder is a `RotaryDecoder`; otherwise it is fairseq's own."""
-        return self.architecture.rotary is not None
-
-    @property
-    def rotary(self) -> RotaryConfig | None:
-        """The rotary decoder's configuration; None for the others."""
-        return self.architecture.rotary
-
-    @property
-    def options(self) -> dict[str, Any] | None:
-        """Options of fairseq's `TransformerLanguageModelConfig`; None for a rotary model."""
-        return self.architecture.options
+    def is_fairseqs(self) -> bool:
+        """Whether fairseq's own decoder runs it; otherwise transformers' code does."""
+        return self.architecture.options is not None
 
     @property
     def positions(self) -> int:
         """Number of positions the model was trained for."""
         return self.architecture.positions
-
-    @property
-    def window(self) -> int | None:
-        """Prompts must not be longer than this: the attention window of a model that has one. Else None."""
-        return self.architecture.window
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output projection is the embedding matrix."""
-        return self.architecture.tied
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -127,20 +103,12 @@ class HFModel:
             unknown=self.dictionary.unk() if self.dictionary.unk_word in UNKNOWN_WORDS else None,
             eos=self.eos,
             newline=self.vocabulary.newline,
-            window=self.window,
         )
 
     @property
     def shape(self) -> dict[str, int]:
         """Layers, width, heads, feed-forward width and vocabulary."""
-        if self.rotary is not None:
-            sizes = (self.rotary.layers, self.rotary.embed_dim, self.rotary.attention_heads, self.rotary.ffn_embed_dim)
-        else:
-            names = ("layers", "embed_dim", "attention_heads", "ffn_embed_dim")
-            sizes = tuple((self.options or {})[f"decoder_{name}"] for name in names)
-        return dict(zip(("layers", "width", "heads", "ffn"), sizes, strict=True)) | {
-            "vocabulary": self.architecture.vocab_size
-        }
+        return self.architecture.shape | {"vocabulary": self.architecture.vocab_size}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids."""
@@ -161,17 +129,13 @@ class HFModel:
         return total.hexdigest()
 
     def fairseq_config(self) -> TransformerLanguageModelConfig:
-        """fairseq's `transformer_lm` configuration, dropout off; a UserError for a rotary model, which has none."""
-        if self.options is None:
-            raise UserError(
-                f"{self.folder}: {self.family} is not a model of fairseq's own decoder; use --arch rotary_lm"
-            )
+        """fairseq's `transformer_lm` configuration, dropout off, of a model that fairseq's decoder runs."""
         config = TransformerLanguageModelConfig()
         for name in ("add_bos_token", "tpu", "checkpoint_activations"):
             setattr(config, name, False)
         for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop"):
             setattr(config, name, 0.0)
-        for name, value in self.options.items():
+        for name, value in (self.architecture.options or {}).items():
             setattr(config, name, value)
         return config
 

@@ -11,6 +11,7 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
 from fairseq_icl.replication.report.claims import Verdict, verdicts
+from fairseq_icl.replication.report.controls import data_tables
 from fairseq_icl.replication.report.order import order_tables
 from fairseq_icl.replication.report.rates import rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
 
 DOTS_PER_INCH = 130
-COMPARISONS = (steps_tables, comparison_tables, stability_tables, order_tables, trajectory_tables, rate_tables)
+COMPARISONS = (
+    steps_tables,
+    comparison_tables,
+    stability_tables,
+    order_tables,
+    trajectory_tables,
+    rate_tables,
+    data_tables,
+)
 """What makes tables besides the papers' own: functions run -> tables."""
 
 

@@ -1,64 +1,30 @@
 """Does a paper's claim hold here? Each claim of config/published/claims.yaml, tested on a results folder.
 
 The effect of a claim (a similarity, or the difference of two) is measured seed by seed and example by example, so that
-what a seed or an example adds to both sides cancels (paired). Its interval comes from a bootstrap over both: seeds are
-drawn with replacement, and so are examples, the same ones for every seed, because all seeds saw the same examples.
+what a seed or an example adds to both sides cancels (paired); effects.py says how well it is then known. A seed is a
+draw of demonstrations: several orders of the same demonstrations are one.
 
-    draw = effect + (effect of drawn seeds - effect) * w + (effect on drawn examples - effect)
-
-Few seeds understate their own spread: w = sqrt(S / (S - 1)) * t / z makes up for it (t: Student's 97.5 % point with one
-degree of freedom less than there are seeds, z: the normal one). One seed has no spread at all: it decides nothing.
+A claim about at least u of m places (every: u = m, most: more than half) is a partial conjunction (Benjamini and Heller
+2008). It holds if at least u places are clear of what is asked at the level 5 % / (m - u + 1), and does not hold if at
+least m - u + 1 places are clear on the other side at 5 % / u. Either error has a probability of at most 2.5 %.
 """
 
 import math
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import yaml
 
-from fairseq_icl.replication.report.evidence import AuthorsEvidence, Evidence, RunEvidence, Sample
+from fairseq_icl.replication.report.effects import LEVEL, Effect, average, effect_of
+from fairseq_icl.replication.report.evidence import AuthorsEvidence, Evidence, RunEvidence, Sample, orders_joined
 from fairseq_icl.replication.report.published import FOLDER
 from fairseq_icl.replication.report.run import Run
-from fairseq_icl.results.bootstrap import RESAMPLES, resampling_counts
 
-HOLDS, FAILS, OPEN, NO_DATA = "holds", "does not hold", "undecided", "no data"
-LEVEL = 0.05
-NORMAL = 1.96
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
-"""97.5 % points by degrees of freedom; those between take the next lower one, which is the larger."""
-ENOUGH_SEEDS, MOST_SEEDS, MOST_EXAMPLES = 3, 200, 100_000
-
-
-@dataclass(frozen=True)
-class Effect:
-    """An effect at one place (a dataset, a layer) or on average, with what it varied by."""
-
-    place: str
-    value: float
-    seeds: int  # the smallest number of seeds that it is a mean over
-    examples: int  # 0: only means over examples are known
-    freedom: int  # degrees of freedom of the spread over seeds
-    by_seed: np.ndarray  # (B,) deviations of drawn seeds, already widened by sqrt(S / (S - 1))
-    by_example: np.ndarray  # (B,) deviations of drawn examples
-
-    def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """The middle 1 - level of the draws."""
-        drawn = self.value + self.by_seed * student(self.freedom) / NORMAL + self.by_example
-        low, high = np.quantile(drawn, [level / 2, 1 - level / 2])
-        return float(low), float(high)
-
-    def halves(self) -> tuple[float, float]:
-        """Half the width that seeds alone and examples alone give the interval."""
-        parts = (
-            Effect(self.place, 0.0, self.seeds, 0, self.freedom, self.by_seed, np.zeros(1)),
-            Effect(self.place, 0.0, self.seeds, 0, self.freedom, np.zeros(1), self.by_example),
-        )
-        of_seeds, of_examples = ((high - low) / 2 for low, high in (part.interval() for part in parts))
-        return of_seeds, of_examples
+HOLDS, FAILS, OPEN, TOO_FEW, NO_DATA = "holds", "does not hold", "undecided", "too few", "no data"
+TERMS = ("left", "right", "over")
 
 
 @dataclass(frozen=True)
@@ -72,15 +38,12 @@ class Verdict:
     average: Effect | None = None
     places: tuple[tuple[Effect, str], ...] = ()
     """Every place with its own outcome."""
-
-
-draws_of = lru_cache(maxsize=64)(resampling_counts.__wrapped__)
-"""Draws of all datasets are kept: every claim asks for them again."""
-
-
-def student(freedom: float) -> float:
-    """Student's 97.5 % point."""
-    return STUDENT[max(known for known in STUDENT if known <= max(1, freedom))]
+    control: Effect | None = None
+    """The same of what means nothing, where the claim names it."""
+    level: float = 1.0
+    """The strictest level at which it would still be decided."""
+    corrected: str = ""
+    """What is left of it when all claims of the page are taken together (Holm)."""
 
 
 @cache
@@ -91,85 +54,98 @@ def claims() -> list[dict[str, Any]]:
 
 def verdicts(run: Run, model: str) -> list[Verdict]:
     """Every claim on one model of a run."""
-    metrics = {term["metric"] for claim in claims() for term in _terms(claim)}
-    evidence = RunEvidence(run, model, sorted(metrics))
-    return [judge(claim, evidence) for claim in claims()]
+    terms = [term for claim in claims() for said in (claim, claim.get("control", {})) for term in _terms(said)]
+    evidence = RunEvidence(run, model, sorted({term["metric"] for term in terms}))
+    return corrected([judge(claim, evidence) for claim in claims()])
 
 
 @cache
 def authors_verdicts() -> list[Verdict]:
     """Every claim on the authors' own runs."""
     evidence = AuthorsEvidence()
-    return [judge(claim, evidence) for claim in claims()]
+    return corrected([judge(claim, evidence) for claim in claims()])
+
+
+def corrected(found: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts with what is left of each by Holm's correction over all claims that could be asked."""
+    asked = sorted((verdict for verdict in found if verdict.status != NO_DATA), key=lambda verdict: verdict.level)
+    left, stands = {}, True
+    for rank, verdict in enumerate(asked):
+        stands = stands and verdict.level <= LEVEL / (len(asked) - rank)
+        left[verdict.claim["name"]] = verdict.status if stands or verdict.level > LEVEL else OPEN
+    return [replace(verdict, corrected=left.get(verdict.claim["name"], verdict.status)) for verdict in found]
 
 
 def judge(claim: dict[str, Any], evidence: Evidence) -> Verdict:
     """One claim on one body of results."""
-    left_out = claim.get("datasets", {}).get("except", [])
-    datasets = [dataset for dataset in evidence.datasets if dataset not in left_out]
-    found = {dataset: _samples(claim, evidence, dataset) for dataset in datasets}
-    samples = {dataset: terms for dataset, terms in found.items() if terms is not None}
+    samples = _by_dataset(claim, claim, evidence)
     if not samples:
-        return Verdict(
-            claim, NO_DATA, f"needs {', '.join(dict.fromkeys(map(_named, _terms(claim))))} on the same seeds"
-        )
-    if claim.get("by") == "layer":
-        depth = next(iter(samples.values()))[0].values.shape[-1]
-        if depth != claim["layers"]["of"]:
-            asked = claim["layers"]["of"]
-            return Verdict(claim, NO_DATA, f"names layers of a model with {asked}; this one has {depth}")
-        layers = [layer for layer in range(depth) if layer not in claim["layers"]["except"]]
-        found_in = [effects for dataset, terms in samples.items() if (effects := _effects(terms, dataset, layers))]
-        by_layer = zip(layers, zip(*found_in, strict=True), strict=True) if found_in else []
-        places = [average(f"layer {layer}", effects) for layer, effects in by_layer]
-    else:
-        places = [effect for dataset, terms in samples.items() for effect in _effects(terms, dataset)]
-    return decide(claim, places) if places else Verdict(claim, NO_DATA, "its quantity has no value at any seed")
+        needed = ", ".join(dict.fromkeys(map(_named, _terms(claim))))
+        return Verdict(claim, NO_DATA, f"needs {needed} on the same seeds")
+    layers, depth = _layers(claim), max(terms[0].values.shape[-1] for terms in samples.values())
+    if layers and depth != claim["layers"]["of"]:
+        of = claim["layers"]["of"]
+        return Verdict(claim, NO_DATA, f"names layers of a model with {of}; this one has {depth}")
+    over_all = _effects(claim, samples, layers)
+    if not over_all:
+        return Verdict(claim, NO_DATA, "its quantity has no value at any seed")
+    by_layer = [(layer, _effects(claim, samples, [layer])) for layer in layers or []]
+    places = [average(f"layer {layer}", effects) for layer, effects in by_layer if effects] or over_all
+    beside = claim.get("control", {})
+    control = _effects(beside, _by_dataset(claim, beside, evidence), layers) if beside else []
+    verdict = decide(claim, places, average("average", over_all))
+    return replace(verdict, control=average("control", control) if control else None)
 
 
-def decide(claim: dict[str, Any], places: Sequence[Effect]) -> Verdict:
-    """The verdict on a claim, given its effect at every place."""
-    mean = average("average", places)
+def decide(claim: dict[str, Any], places: Sequence[Effect], mean: Effect | None = None) -> Verdict:
+    """The verdict on a claim, given its effect at every place; `mean`: where they are not independent (layers)."""
+    mean = mean or average("average", places)
     where = claim["where"]
     asked = [mean] if where == "average" else list(places)
-    outcomes = [_outcome(effect, claim["asks"], LEVEL) for effect in asked]
-    shown = tuple((effect, _outcome(effect, claim["asks"], LEVEL)) for effect in places)
-    if min(effect.seeds for effect in places) < 2:
-        told = ", ".join(f"{effect.place} {outcome}" for effect, outcome in _at_this_seed(claim, asked))
-        reason = f"one seed has no spread, at least {ENOUGH_SEEDS} would; at this seed: {told}"
-        return Verdict(claim, OPEN, reason, mean, tuple((effect, OPEN) for effect in places))
-    # A claim about every place falls with one of them; looking at many, each is held to a stricter level.
-    strict = [_outcome(effect, claim["asks"], LEVEL / len(asked)) for effect in asked]
-    held, fallen = outcomes.count(HOLDS), strict.count(FAILS)
-    needed = len(asked) // 2 + 1 if where == "most" else len(asked)
-    allowed = len(asked) - needed
-    if held >= needed:
-        return Verdict(claim, HOLDS, _counted(where, held, len(asked)), mean, shown)
-    if fallen > allowed:
-        names = [effect.place for effect, outcome in zip(asked, strict, strict=True) if outcome == FAILS]
-        reason = "not on average" if where == "average" else f"not on {', '.join(names)}"
-        return Verdict(claim, FAILS, reason, mean, shown)
+    status = _status(claim, asked, LEVEL)
+    levels = _levels(claim, len(asked), LEVEL)
+    outcomes = [_outcome(effect, claim["asks"], *levels) for effect in asked]
+    shown = tuple((effect, _outcome(effect, claim["asks"], *levels)) for effect in places)
+    verdict = Verdict(claim, status, "", mean, shown, level=_strictest(claim, asked, status))
+    if status in (HOLDS, FAILS):
+        names = [effect.place for effect, outcome in zip(asked, outcomes, strict=True) if outcome == FAILS]
+        words = f"on {outcomes.count(HOLDS)} of {len(asked)}" if status == HOLDS else f"not on {', '.join(names)}"
+        words = words if where != "average" else {HOLDS: "on average", FAILS: "not on average"}[status]
+        return replace(verdict, reason=words)
     unclear = [effect for effect, outcome in zip(asked, outcomes, strict=True) if outcome != HOLDS]
-    wishes = [f"{effect.place}: {_what_would_decide(effect, claim['asks'])}" for effect in unclear[:3]]
+    wishes = [f"{effect.place}: {_wish(effect, claim['asks'], levels)}" for effect in unclear[:3]]
     more = f" (and {len(unclear) - 3} more)" if len(unclear) > 3 else ""
-    return Verdict(claim, OPEN, f"open on {'; '.join(wishes)}{more}", mean, shown)
+    return replace(verdict, reason=f"open on {'; '.join(wishes)}{more}")
 
 
-def average(place: str, effects: Sequence[Effect]) -> Effect:
-    """The mean of effects whose seeds and examples are independent of each other."""
-    return Effect(
-        place,
-        math.fsum(effect.value for effect in effects) / len(effects),
-        min(effect.seeds for effect in effects),
-        min(effect.examples for effect in effects),
-        sum(effect.freedom for effect in effects),
-        np.mean([effect.by_seed for effect in effects], axis=0),
-        np.mean([effect.by_example for effect in effects], axis=0),
+def summary(model: str, found: Collection[Verdict]) -> str:
+    """One sentence: which claims hold on this model, how many are open, and for want of what."""
+
+    def names(status: str) -> list[str]:
+        return [verdict.claim["name"] for verdict in found if verdict.status == status]
+
+    def listed(words: str, chosen: list[str]) -> str:
+        return f"{len(chosen)} {words}" + (f" ({', '.join(chosen)})" if chosen else "")
+
+    opened = [verdict for verdict in found if verdict.status in (OPEN, TOO_FEW)]
+    wants = [_want(verdict) for verdict in opened]
+    told = ", ".join(f"{wants.count(want)} for want of {want}" for want in dict.fromkeys(wants))
+    lost = sum(verdict.corrected != verdict.status for verdict in found)
+    taken = f"; all taken together (Holm), {lost} of these verdicts would be open too" if lost else ""
+    return (
+        f"On {model}, of {len(found)} claims {listed('hold', names(HOLDS))}, {listed('do not hold', names(FAILS))}, "
+        f"{len(opened)} are open{f': {told}' if told else ''}, and {len(names(NO_DATA))} could not be asked{taken}."
     )
 
 
+def _want(verdict: Verdict) -> str:
+    """What an open claim is open for want of."""
+    words = {"too few": "cases", "examples": "examples", "close to call": "a clear effect"}
+    return next((want for sign, want in words.items() if sign in verdict.reason), "seeds")
+
+
 def _terms(claim: dict[str, Any]) -> list[dict[str, Any]]:
-    return [claim[name] for name in ("left", "right", "over") if name in claim]
+    return [claim[name] for name in TERMS if name in claim]
 
 
 def _named(term: dict[str, Any]) -> str:
@@ -177,9 +153,16 @@ def _named(term: dict[str, Any]) -> str:
     return f"{term['metric']} of {term.get('method', 'gd')}" + ("" if init == "pretrained" else f" ({init})")
 
 
-def _samples(claim: dict[str, Any], evidence: Evidence, dataset: str) -> list[Sample] | None:
-    """The claim's terms on a dataset, on the seeds that all of them have; None if one is missing."""
-    found = [evidence.sample(term, dataset) for term in _terms(claim)]
+def _by_dataset(claim: dict[str, Any], said: dict[str, Any], evidence: Evidence) -> dict[str, list[Sample]]:
+    """The terms of the claim, or of its control, on the datasets that have all of them."""
+    left_out = claim.get("datasets", {}).get("except", [])
+    found = {dataset: _samples(said, evidence, dataset) for dataset in evidence.datasets if dataset not in left_out}
+    return {dataset: samples for dataset, samples in found.items() if samples is not None}
+
+
+def _samples(said: dict[str, Any], evidence: Evidence, dataset: str) -> list[Sample] | None:
+    """The terms on a dataset, on the seeds and orders that all of them have; None if one is missing."""
+    found = [evidence.sample(term, dataset) for term in _terms(said)]
     samples = [sample for sample in found if sample is not None]
     seeds = [seed for seed in samples[0].seeds if all(seed in s.seeds for s in samples)] if samples else []
     if len(samples) < len(found) or not seeds:
@@ -188,119 +171,70 @@ def _samples(claim: dict[str, Any], evidence: Evidence, dataset: str) -> list[Sa
     # A seed on which a side is not defined (a quotient of no example) says nothing about the difference.
     defined = np.all([np.isfinite(s.values).any((1, 2)) for s in chosen], axis=0)
     kept = tuple(seed for seed, known in zip(seeds, defined, strict=True) if known)
-    return [Sample(kept, s.examples, s.values[defined]) for s in chosen] if kept else None
+    return [orders_joined(Sample(kept, s.examples, s.values[defined])) for s in chosen] if kept else None
 
 
-def _effects(samples: Sequence[Sample], place: str, layers: Sequence[int] | None = None) -> list[Effect]:
-    """The effect on a dataset: over all layers, or in each of some layers."""
-    with_examples = all(len(sample.examples) for sample in samples)
-    examples = np.unique(np.concatenate([s.examples for s in samples])) if with_examples else np.array([], dtype=int)
-    generator = zlib.crc32(place.encode())  # datasets are drawn apart, and a report gives the same numbers again
-    counts = draws_of(len(examples), generator) if len(examples) else np.ones((RESAMPLES, 1))
-    terms = [_by_seed(sample, examples, counts, layers) for sample in samples]
-    point, drawn = (_combined([term[part] for term in terms]) for part in (0, 1))  # (S, P), (B, S, P)
-    defined = np.isfinite(point).all(1)  # a seed whose quotient has no value (over no example, by 0) says nothing
-    if not defined.any():
-        return []
-    point, drawn, seeds = point[defined], drawn[:, defined], int(defined.sum())
-    value = point.mean(0)
-    draws = draws_of(seeds, generator + 1)  # (B, S)
-    widen = math.sqrt(seeds / (seeds - 1)) if seeds > 1 else 0.0
-    by_seed = (draws @ point / seeds - value) * widen  # (B, P)
-    by_example = np.nan_to_num(_defined_mean(drawn) - value) if len(examples) else np.zeros_like(by_seed)
-    return [
-        Effect(place, float(value[i]), seeds, len(examples), seeds - 1, by_seed[:, i], by_example[:, i])
-        for i in range(len(value))
-    ]
+def _effects(said: dict[str, Any], samples: dict[str, list[Sample]], layers: list[int] | None = None) -> list[Effect]:
+    """The effects of the terms in `said` on every dataset, over all layers or over some."""
+    metrics = [term["metric"] for term in _terms(said)]
+    chosen = {
+        dataset: [replace(term, values=term.values[..., layers]) for term in terms] if layers else terms
+        for dataset, terms in samples.items()
+    }
+    found = (effect_of(terms, metrics, dataset) for dataset, terms in chosen.items())
+    return [effect for effect in found if effect is not None]
 
 
-def _by_seed(
-    sample: Sample, examples: np.ndarray, counts: np.ndarray, layers: Sequence[int] | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """A term's mean for every seed, (S, P), and for every seed and draw of examples, (B, S, P); P: 1, or the layers."""
-    values = sample.values
-    if layers is None:
-        known = np.isfinite(values)
-        total, number = np.where(known, values, 0.0).sum(-1), known.sum(-1)
-        values = np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)[..., None]
-    else:
-        values = values[..., list(layers)]
-    seeds, _, width = values.shape
-    if len(examples) == 0:
-        point = values[:, 0]  # means over examples
-        return point, np.broadcast_to(point, (len(counts), *point.shape))
-    everything = len(examples) == len(sample.examples)
-    weights = counts if everything else counts[:, np.searchsorted(examples, sample.examples)]  # (B, N of this term)
-    flat = values.transpose(1, 0, 2).reshape(len(sample.examples), -1)  # (N, S * P)
-    known = np.isfinite(flat)
-    filled = np.where(known, flat, 0.0)
-    point = filled.sum(0) / known.sum(0)
-    number = np.full((len(weights), 1), weights[0].sum()) if known.all() and everything else weights @ known
-    total = weights @ filled
-    drawn = np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
-    return point.reshape(seeds, width), drawn.reshape(-1, seeds, width)
+def _layers(claim: dict[str, Any]) -> list[int] | None:
+    said = claim.get("layers", {})
+    return list(said.get("only") or (x for x in range(said["of"]) if x not in said["except"])) if said else None
 
 
-def _combined(terms: Sequence[np.ndarray]) -> np.ndarray:
-    """left, left - right, or (left - right) / over."""
-    difference = terms[0] - terms[1] if len(terms) > 1 else terms[0]
-    if len(terms) < 3:
-        return difference
-    return np.divide(difference, terms[2], out=np.full(difference.shape, np.nan), where=terms[2] != 0)
+def _levels(claim: dict[str, Any], places: int, level: float) -> tuple[float, float]:
+    """The levels at which a single place counts for and against the claim."""
+    needed = places // 2 + 1 if claim["where"] == "most" else places
+    return level / (places - needed + 1), level / needed
 
 
-def _defined_mean(values: np.ndarray) -> np.ndarray:
-    """The mean over the defined values of the second axis: (B, S, P) -> (B, P), NaN where there is none."""
-    known = np.isfinite(values)
-    number = known.sum(1)
-    return np.divide(np.where(known, values, 0.0).sum(1), number, out=np.full(number.shape, np.nan), where=number > 0)
+def _status(claim: dict[str, Any], asked: Sequence[Effect], level: float) -> str:
+    needed = len(asked) // 2 + 1 if claim["where"] == "most" else len(asked)
+    outcomes = [_outcome(effect, claim["asks"], *_levels(claim, len(asked), level)) for effect in asked]
+    if outcomes.count(HOLDS) >= needed:
+        return HOLDS
+    if outcomes.count(FAILS) > len(asked) - needed:
+        return FAILS
+    return TOO_FEW if outcomes.count(TOO_FEW) > len(asked) - needed else OPEN
 
 
-def _outcome(effect: Effect, asks: dict[str, Any], level: float) -> str:
-    low, high = effect.interval(level)
-    least, most = _bounds(asks)
+def _strictest(claim: dict[str, Any], asked: Sequence[Effect], status: str) -> float:
+    """The smallest level at which the claim is decided as it is."""
+    if status not in (HOLDS, FAILS):
+        return 1.0
+    low, high = -15.0, math.log10(LEVEL)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _status(claim, asked, 10**middle) == status else (middle, high)
+    return 10**high
+
+
+def _outcome(effect: Effect, asks: dict[str, Any], for_it: float, against_it: float) -> str:
+    if effect.problem:
+        return TOO_FEW if effect.problem.startswith(TOO_FEW) else OPEN
+    (least, most), (low, high) = _bounds(asks), effect.interval(for_it)
     if low > least and high < most:
         return HOLDS
+    low, high = effect.interval(against_it)
     return FAILS if high < least or low > most else OPEN
 
 
 def _bounds(asks: dict[str, Any]) -> tuple[float, float]:
-    if "between" in asks:
-        return float(asks["between"][0]), float(asks["between"][1])
     return float(asks.get("above", -math.inf)), float(asks.get("below", math.inf))
 
 
-def _at_this_seed(claim: dict[str, Any], effects: Iterable[Effect]) -> list[tuple[Effect, str]]:
-    """What each place would say if seeds made no difference."""
-    return [(effect, _outcome(effect, claim["asks"], LEVEL)) for effect in effects]
-
-
-def _what_would_decide(effect: Effect, asks: dict[str, Any]) -> str:
-    """How many seeds or examples would bring the interval clear of what is asked, at the effect seen so far."""
-    distance = min(abs(effect.value - bound) for bound in _bounds(asks) if math.isfinite(bound))
-    by_seed, by_example = effect.halves()
-    # If examples alone keep it open, they have to give half of the room; then seeds get the rest.
-    examples, wishes = effect.examples, []
-    if by_example**2 > distance**2 / 2:
-        examples = math.ceil(examples * 2 * (by_example / distance) ** 2) if distance else MOST_EXAMPLES + 1
-        by_example = distance / math.sqrt(2)
-        wishes.append(f"about {examples:,} examples")
-    room = math.sqrt(distance**2 - by_example**2)
-    freedom = max(1, effect.freedom) / max(1, effect.seeds - 1)  # that a further seed of every place adds
-    seeds = effect.seeds
-    while seeds <= MOST_SEEDS and _half_with(seeds, effect, by_seed, freedom) >= room:
-        seeds += 1
-    if seeds > MOST_SEEDS or examples > MOST_EXAMPLES:
-        return "too close to call with any affordable number of seeds and examples"
-    wishes = [f"about {seeds} seeds", *wishes] if seeds > effect.seeds else wishes
-    return " and ".join(wishes) + " would do" if wishes else "a few more seeds would do"
-
-
-def _half_with(seeds: int, effect: Effect, half: float, freedom: float) -> float:
-    """Half the width that the spread over seeds would have with more of them."""
-    narrower = student(freedom * (seeds - 1)) / student(effect.freedom)
-    return half * narrower * math.sqrt(effect.seeds / seeds)
-
-
-def _counted(where: str, held: int, places: int) -> str:
-    return "on average" if where == "average" else f"on {held} of {places}"
+def _wish(effect: Effect, asks: dict[str, Any], levels: tuple[float, float]) -> str:
+    """What would decide at one place, at the effect seen so far."""
+    if effect.problem:
+        return f"{effect.problem} (here {effect.value:+.3f})"
+    least, most = _bounds(asks)
+    distance = min(abs(effect.centre - bound) for bound in (least, most) if math.isfinite(bound))
+    return effect.wish(distance, levels[0] if least < effect.centre < most else levels[1])

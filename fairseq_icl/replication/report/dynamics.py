@@ -4,15 +4,12 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report.charts import Chart, Panel, Series, line_series
 from fairseq_icl.replication.report.run import IDENTITY, Run
-from fairseq_icl.results.names import NAMES
 
-PERCENT = 100.0
 ACCURACIES = {"accuracy_zsl": "ZSL", "accuracy_icl": "ICL", "accuracy_ft": "FT"}
-SHOWN = {"rpa": ("RPA", "percent", PERCENT)} | {
-    metric: (NAMES[metric], "cosine", 1.0) for metric in ("sim_aou", "sim_am_delta")
-}
+SHOWN = ("rpa", "sim_aou", "sim_am_delta")
 OF_METHOD = "accuracy_ft"
 """The one accuracy that a method of fine-tuning has a part in."""
 
@@ -23,10 +20,10 @@ def dynamics(run: Run, model: str) -> Iterator[Chart]:
     curves = curves[(curves["model"] == model) & (curves["variant"] == "")]
     if curves.empty:
         return
-    yield _figure(curves, model, list(ACCURACIES), "accuracy", "Accuracy", "percent", PERCENT)
-    for metric, (name, unit, scale) in SHOWN.items():
+    yield _figure(curves, model, list(ACCURACIES), "accuracy", "Accuracy", *shown_as(OF_METHOD)[1:])
+    for metric in SHOWN:
         if metric in set(curves["metric"]):
-            yield _figure(curves, model, [metric], metric, name, unit, scale)
+            yield _figure(curves, model, [metric], metric, *shown_as(metric))
 
 
 def over_seeds(run: Run) -> pd.DataFrame:

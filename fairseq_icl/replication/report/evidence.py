@@ -2,19 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from fairseq_icl.errors import UserError
-from fairseq_icl.files import reason_of
-from fairseq_icl.replication.report.published import authors_runs, inits_of
+from fairseq_icl.replication.report.published import authors_runs, inits_of, zero_shot_errors
 from fairseq_icl.replication.report.run import Run
 
 NO_EXAMPLE = -1
@@ -65,43 +58,14 @@ class RunEvidence:
                 return _joined({seed: values for seed, values in seeds.items() if values is not None})
         return None
 
-    def _path(self, key: str) -> Path:
-        return self.run.cell_folder(self.model, key) / "results.parquet"
-
     def _read(self, key: str) -> dict[str, pd.DataFrame]:
         """Metric -> (examples, layers) of one cell."""
         if key not in self._values:
-            self._values[key] = read_examples(self._path(key), self.metrics)
+            self._values[key] = self.run.cell_folder(self.model, key).values(self.metrics)
             known = self._means.get(key, self.run.values.iloc[:0])
             for metric in set(known["metric"]) - set(self._values[key]):  # without examples it still has its mean
                 self._values[key][metric] = _mean_row(known[known["metric"] == metric])
         return self._values[key]
-
-
-def read_examples(path: Path, metrics: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Metric -> values, a row an example and a column a layer (one column, -1, if it has none)."""
-    try:
-        table = pq.read_table(
-            path,
-            columns=["metric", "layer", "example", "value"],
-            filters=pc.field("metric").isin(list(metrics)) & pc.field("example").is_valid(),
-            read_dictionary=["metric"],
-        )
-        frame = table.set_column(1, "layer", pc.fill_null(table["layer"], -1)).to_pandas()
-    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: damaged, or not a file of results ({reason_of(error)})") from error
-    groups = frame.groupby("metric", observed=True, sort=False)
-    return {str(metric): _grid(rows) for metric, rows in groups}
-
-
-def _grid(rows: pd.DataFrame) -> pd.DataFrame:
-    """(example, layer, value) rows -> a row an example, a column a layer."""
-    layers, example = np.unique(rows["layer"]), rows["example"].to_numpy(np.int64)
-    if len(rows) % len(layers) == 0 and (rows["layer"].to_numpy().reshape(-1, len(layers)) == layers).all():
-        # As it is written, unless some value is not defined: layers within examples.
-        values = rows["value"].to_numpy(np.float64).reshape(-1, len(layers))
-        return pd.DataFrame(values, example[:: len(layers)], layers)
-    return rows.pivot(index="example", columns="layer", values="value")
 
 
 def _mean_row(rows: pd.DataFrame) -> pd.DataFrame:
@@ -109,6 +73,21 @@ def _mean_row(rows: pd.DataFrame) -> pd.DataFrame:
     layered = rows[rows["layer"].notna()].drop_duplicates("layer").sort_values("layer")
     rows = rows.iloc[:1] if layered.empty else layered
     return pd.DataFrame([rows["value"].to_numpy(np.float64)], [NO_EXAMPLE])
+
+
+def orders_joined(sample: Sample) -> Sample:
+    """One value for every seed: a draw of demonstrations counts once, in however many orders it was shown."""
+    drawn = np.array([seed for seed, _ in sample.seeds])
+    kept = list(dict.fromkeys(drawn.tolist()))
+    values = np.stack([defined_mean(sample.values[drawn == seed], 0) for seed in kept])
+    return Sample(tuple((seed, 0) for seed in kept), sample.examples, values)
+
+
+def defined_mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """The mean over the defined values along an axis, NaN where there is none."""
+    known = np.isfinite(values)
+    total, number = np.where(known, values, 0.0).sum(axis), known.sum(axis)
+    return np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
 
 
 def _joined(found: dict[Seed, pd.DataFrame]) -> Sample | None:
@@ -127,7 +106,7 @@ def _joined(found: dict[Seed, pd.DataFrame]) -> Sample | None:
 class AuthorsEvidence:
     """The authors' runs: means by seed and layer without examples, fp16 where there is fp16.
 
-    Rec2FTP is known by its counts, which are as good as the examples themselves.
+    Rec2FTP and its chance level are known by their counts, which are as good as the examples themselves.
     """
 
     def __init__(self) -> None:
@@ -138,8 +117,8 @@ class AuthorsEvidence:
     def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
         """As `Evidence` says."""
         place = (term.get("method", "gd"), inits_of(term.get("init", "pretrained"))[0], dataset)
-        if term["metric"] == "rec2ftp":
-            return self._counted("f2t_both", "f2t_ft", place)
+        if term["metric"].startswith("rec2ftp"):
+            return self._counted(term["metric"], place)
         rows = self.groups.get((term["metric"], *place))
         if rows is None:
             return None
@@ -153,20 +132,18 @@ class AuthorsEvidence:
             }
         )
 
-    def _counted(self, numerator: str, denominator: str, place: tuple[str, str, str]) -> Sample | None:
-        parts = [self.groups.get((metric, *place)) for metric in (numerator, denominator)]
-        if parts[0] is None or parts[1] is None:
+    def _counted(self, metric: str, place: tuple[str, str, str]) -> Sample | None:
+        """The examples that are wrong zero-shot: mended by both first, then by FT alone, by ICL alone, by neither."""
+        parts = [self.groups.get((f"f2t_{name}", *place)) for name in ("both", "ft", "icl")]
+        if any(part is None for part in parts):
             return None
-        merged = parts[0].merge(parts[1], on=["seed", "permutation", "precision"])
-        merged = merged[merged["precision"] == merged["precision"].min()]
-        values = {
-            (int(row.seed), int(row.permutation)): pd.DataFrame(np.arange(int(row.value_y)) < row.value_x, dtype=float)
-            for row in merged.itertuples()
-        }
+        keys = ["seed", "permutation", "precision"]
+        both, ft, icl = (part.set_index(keys)["value"].astype(int) for part in parts if part is not None)
+        example = np.arange(zero_shot_errors(place[2]))
+        values: dict[Seed, pd.DataFrame] = {}
+        for seed, permutation, precision in sorted(both.index):
+            run = (seed, permutation, precision)
+            mended = (example < both[run]) | ((example >= ft[run]) & (example < ft[run] + icl[run] - both[run]))
+            known = np.where(example < ft[run], mended * 1.0, np.nan) if metric == "rec2ftp" else mended * 1.0
+            values.setdefault((int(seed), int(permutation)), pd.DataFrame(known))  # fp16 before fp32
         return _joined(values)
-
-    @cached_property
-    def runs(self) -> int:
-        """How many runs there are."""
-        names = ["dataset", "method", "init", "seed", "permutation", "precision", "source"]
-        return len(authors_runs().drop_duplicates([*names, "clip_norm"]))

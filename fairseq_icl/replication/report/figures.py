@@ -1,20 +1,23 @@
 """The figures. A new one is a function (run, model) -> charts, added to FIGURES; page and print follow."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
+from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report.charts import Chart, Panel, Series, curves, line_series
+from fairseq_icl.replication.report.controls import against_length, random_updates
 from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
 from fairseq_icl.replication.report.dynamics import dynamics
 from fairseq_icl.replication.report.order import accuracy_by_order
-from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_runs
+from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_gradients, authors_runs
 from fairseq_icl.replication.report.run import Run
-from fairseq_icl.replication.report.step_figures import step_figures
-from fairseq_icl.results.names import NAMES, SIMILARITIES
+from fairseq_icl.replication.report.steps import step_figures
 
 PERCENT = 100.0
+SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
 LINEAR = ("gd",)
 """Methods whose gradients the second paper shows on a linear scale; layer-causal ones are on a logarithmic one."""
 SWITCHED = {
@@ -49,7 +52,7 @@ def over_tasks(run: Run, model: str) -> Iterator[Chart]:
         depth = int(chosen["layer"].max()) + 1
         shared = set(chosen["dataset"])
         series += _band(metric, shared, depth, {(s.tags["init"], s.tags["method"]) for s in series})
-        panels.append(Panel(NAMES[metric], series))
+        panels.append(Panel(shown_as(metric)[0], series))
     if panels:
         caption = (
             f"{model}. Mean over datasets and seeds of the mean over validation examples; error bars: standard "
@@ -62,7 +65,7 @@ def over_tasks(run: Run, model: str) -> Iterator[Chart]:
 def similarities(run: Run, model: str) -> Iterator[Chart]:
     """Every similarity by layer, a panel a dataset."""
     for metric in SIMILARITIES:
-        yield from _by_layer(run, model, metric, f"layers_{metric}", f"{NAMES[metric]} to ICL by layer")
+        yield from _by_layer(run, model, metric, f"layers_{metric}", f"{shown_as(metric)[0]} to ICL by layer")
 
 
 def alpha(run: Run, model: str) -> Iterator[Chart]:
@@ -101,8 +104,8 @@ def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Itera
             f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
             f"{_about_band(panels)}"
         )
-        y = f"{NAMES.get(metric, metric)} (cosine)"
-        yield Chart(f"{name}_{model}", title, caption, panels, "layer", y, zero=True)
+        shown, unit, _ = shown_as(metric)
+        yield Chart(f"{name}_{model}", title, caption, panels, "layer", f"{shown} ({unit})", zero=True)
 
 
 def _band(metric: str, datasets: set[str], depth: int, wanted: set[tuple[str, str]]) -> list[Series]:
@@ -173,7 +176,15 @@ def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
         "the scored tokens (docs/protocol.md)."
     )
     yield from _heat_maps(run, model, run.gradients, "gradients", "Gradient norms", ours)
-    yield from _heat_maps(run, model, run.whole_layers, "whole_gradients", "Gradient norms of whole layers", theirs)
+    title = "Gradient norms of whole layers"
+    for chart in _heat_maps(run, model, run.whole_layers, "whole_gradients", title, theirs):
+        if not chart.name.endswith("_pretrained_lcgd"):
+            yield chart
+            continue
+        tags = {"init": "pretrained", "method": "lcgd", "dataset": "subj"}
+        beside = Panel("subj: the authors' run", grid=authors_gradients().T, logarithmic=True, tags=tags)
+        words = f" The authors' run: {AUTHORS_MODEL}, seed 4, fp16, divided by its loss scale."
+        yield replace(chart, panels=[*chart.panels, beside], caption=chart.caption + words)
 
 
 def _heat_maps(
@@ -233,12 +244,12 @@ def clipping(run: Run, model: str) -> Iterator[Chart]:
         if panels:
             yield Chart(
                 f"clipping_{metric}_{model}",
-                f"{NAMES[metric]} against the norm that gradients are clipped to",
+                f"{shown_as(metric)[0]} against the norm that gradients are clipped to",
                 f"{model}. l2 norm of all layers' gradients together; none: not clipped. Thin lines: the authors' runs "
                 f"({AUTHORS_MODEL}, fp16, one seed).",
                 panels,
                 "clipping norm",
-                f"{NAMES[metric]} (cosine)",
+                f"{shown_as(metric)[0]} ({shown_as(metric)[1]})",
                 ticks=[*(f"{norm:g}" for norm in norms), "none"],
             )
 
@@ -260,7 +271,7 @@ def learning_rates(run: Run, model: str) -> Iterator[Chart]:
     """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
     points = run.against("lr")
     for metric in ("accuracy_ft", *SIMILARITIES):
-        name, unit, scale = _axis(metric)
+        name, unit, scale = shown_as(metric)
         yield from curves(
             points,
             model,
@@ -279,23 +290,16 @@ def switched_labels(run: Run, model: str) -> Iterator[Chart]:
     for where, words in SWITCHED.items():
         chosen = pd.concat([none, points[points["switch_labels"] == where]])
         for metrics in (("accuracy_icl", "accuracy_ft"), *((metric,) for metric in SIMILARITIES)):
-            name, unit, scale = _axis(metrics[-1])
+            name, unit, scale = shown_as(metrics[-1])
             title = "Accuracy" if len(metrics) > 1 else name
             yield from curves(
                 chosen,
                 model,
                 "switch_fraction",
-                [(metric, _axis(metric)[0]) for metric in metrics],
+                [(metric, shown_as(metric)[0]) for metric in metrics],
                 (f"switched_{where}_{metrics[-1]}", f"{title} against the share of false labels in {words}"),
                 ("share of false labels", f"{title} ({unit})", scale),
             )
-
-
-def _axis(metric: str) -> tuple[str, str, float]:
-    """(name, unit, factor) that a metric is shown with."""
-    if metric.startswith("accuracy_"):
-        return f"{metric.removeprefix('accuracy_').upper()} accuracy", "percent", PERCENT
-    return NAMES[metric], "cosine", 1.0
 
 
 def _bars(chosen: pd.DataFrame, datasets: Sequence[str], by: str) -> list[Series]:
@@ -322,4 +326,6 @@ FIGURES = (
     accuracy_by_k,
     learning_rates,
     switched_labels,
+    against_length,
+    random_updates,
 )

@@ -19,7 +19,16 @@ from typing import Any
 import pandas as pd
 
 from fairseq_icl.replication.report.charts import Chart
-from fairseq_icl.replication.report.claims import FAILS, HOLDS, OPEN, Effect, Verdict, authors_verdicts
+from fairseq_icl.replication.report.claims import (
+    FAILS,
+    HOLDS,
+    OPEN,
+    TOO_FEW,
+    Effect,
+    Verdict,
+    authors_verdicts,
+    summary,
+)
 from fairseq_icl.replication.report.examples import page_examples
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run
@@ -40,7 +49,7 @@ from fairseq_icl.replication.report.text import (
 from fairseq_icl.results.drawing import Drawing
 
 HERE = Path(__file__).parent
-CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open"}
+CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", TOO_FEW: "open"}
 READING = (
     "Ours is the mean over seeds ± its sample standard deviation; the interval is the 95 % bootstrap interval over "
     "validation examples (mean of the seeds' limits); the difference is ours minus published; ? marks a doubtful "
@@ -121,7 +130,9 @@ def page(
     """The whole report; `verdicts` by model."""
     title = f"Report: {', '.join(run.experiments)}"
     made = Page()
-    made.parts += ['<button id="theme" type="button">light / dark</button>', f"<h1>{escape(title)}</h1>", _state(run)]
+    made.parts += ['<button id="theme" type="button">light / dark</button>', f"<h1>{escape(title)}</h1>"]
+    made.parts += [f'<p class="answer">{_answer(model, found)}</p>' for model, found in verdicts.items()]
+    made.parts.append(_state(run))
     made.section("verdicts", "Do the papers' claims hold?", [("", "", _verdicts(made, verdicts))] if verdicts else [])
     models = list(run.planned["model"].drop_duplicates())
     for name, words, tables in (("papers", "The papers' tables", papers), ("variants", "Variants", comparisons)):
@@ -163,6 +174,14 @@ def _state(run: Run) -> str:
     return f'<p class="note">{" ".join(text)}</p>'
 
 
+def _answer(model: str, found: Sequence[Verdict]) -> str:
+    """The summary, with every claim that it names leading to its row."""
+    text = escape(summary(model, found))
+    for name in sorted((verdict.claim["name"] for verdict in found), key=len, reverse=True):
+        text = re.sub(rf"(?<![\w-]){name}(?!\w)", f'<a href="#{anchor("claim", name)}">{name}</a>', text)
+    return text
+
+
 def _verdicts(made: Page, verdicts: dict[str, list[Verdict]]) -> str:
     """The claims, what became of each here and on the authors' own runs."""
     columns = [*verdicts.values(), authors_verdicts()]
@@ -193,11 +212,15 @@ def _verdict(verdict: Verdict, of: str) -> str:
     places = "".join(_place_row(effect, outcome) for effect, outcome in verdict.places)
     several = f'<summary class="why">{len(verdict.places)} places</summary><table class="places">{places}</table>'
     effect = f'<span class="effect">{escape(effect_text(verdict.average))}</span>'
-    return f'{cell}{said} {effect}<div class="why">{escape(verdict.reason)}</div><details>{several}</details></td>'
+    control = f'<div class="why">control: {escape(effect_text(verdict.control))}</div>' if verdict.control else ""
+    alone = verdict.corrected != verdict.status
+    why = verdict.reason + (f"; {verdict.corrected} if all claims are taken together" if alone else "")
+    return f'{cell}{said} {effect}{control}<div class="why">{escape(why)}</div><details>{several}</details></td>'
 
 
 def _place_row(effect: Effect, outcome: str) -> str:
-    counts = f"{effect.seeds} seeds" + (f", {effect.examples:,} examples" if effect.examples else "")
+    number = effect.examples if effect.count is None else effect.count
+    counts = f"{effect.seeds} seeds" + (f", {number:,} examples" if number else "")
     shown = (escape(effect.place), escape(effect_text(effect)), escape(outcome), counts)
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>"
 

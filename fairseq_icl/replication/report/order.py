@@ -1,14 +1,9 @@
 """The same demonstrations in many orders: how much the answers of ICL and of fine-tuning depend on the order."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from fairseq_icl.errors import UserError
 from fairseq_icl.replication.report.charts import Chart, Panel, Series, line_series
 from fairseq_icl.replication.report.run import IDENTITY, Run
 from fairseq_icl.replication.report.tables import Entry, Table
@@ -16,7 +11,7 @@ from fairseq_icl.replication.report.tables import Entry, Table
 PERCENT = 100.0
 SIDES = {"icl": "ICL", "ft": "FT"}
 PER_EXAMPLE = [f"{name}_{side}" for name in ("prediction", "gold_probability") for side in SIDES]
-MEANS = {"token_overlap": "token overlap", "overlap_cosine": "overlap cosine"}
+MEANS = {"token_overlap": "token overlap"}
 COLUMNS = (
     *(f"{name}: accuracy, SD" for name in SIDES.values()),
     *(f"{name}: changed predictions" for name in SIDES.values()),
@@ -38,7 +33,7 @@ def order_tables(run: Run) -> list[Table]:
         notes = (
             "SDs over orders, mean over seeds: of the accuracy in percent, and of the gold label's probability among "
             "the options (mean over examples). Changed predictions: examples, in percent, whose prediction is not the "
-            "same in every order. Token overlap (share) and overlap cosine: the ten likeliest tokens of ICL and FT.",
+            "same in every order. Token overlap: the share of the ten likeliest tokens of ICL that FT has too.",
         )
         tables.append(Table(f"order_{model}_{init}", title, COLUMNS, tuple(rows), 3, notes=notes))
     return tables
@@ -66,25 +61,19 @@ def _entries(run: Run, group: pd.DataFrame) -> tuple[Entry, ...]:
 
 def _spreads(run: Run, cells: pd.DataFrame) -> dict[str, float]:
     """Of the cells of one seed: changed predictions in percent, then SDs of the gold probability; ICL, then FT."""
-    tables = [_examples(run.folder / "cells" / key / "results.parquet").assign(key=key) for key in cells["key"]]
-    values = pd.concat(tables)
-    found = {}
-    for side in SIDES:
-        own = values[values["metric"] == f"prediction_{side}"].groupby("example")["value"]
-        found[f"changed_{side}"] = float((own.nunique() > 1).mean()) * PERCENT
-    for side in SIDES:
-        own = values[values["metric"] == f"gold_probability_{side}"].groupby("example")["value"]
-        found[f"probability_{side}"] = float(own.std().mean())
-    return found
+    found_in = [run.cell_folder(cell.model, cell.key).values(PER_EXAMPLE) for cell in cells.itertuples()]
 
+    def over_orders(metric: str) -> pd.DataFrame:
+        """(examples, orders)"""
+        return pd.concat([values[metric][-1] for values in found_in], axis=1)
 
-def _examples(path: Path) -> pd.DataFrame:
-    """The values of single examples that the spread is made of: example, metric, value."""
-    try:
-        chosen = pc.field("metric").isin(PER_EXAMPLE) & ~pc.field("example").is_null()
-        return pq.read_table(path, columns=["example", "metric", "value"], filters=chosen).to_pandas()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{path}: damaged, or not a file of results; remove its folder and run again") from error
+    changed = {
+        f"changed_{side}": float((over_orders(f"prediction_{side}").nunique(axis=1) > 1).mean()) * PERCENT
+        for side in SIDES
+    }
+    return changed | {
+        f"probability_{side}": float(over_orders(f"gold_probability_{side}").std(axis=1).mean()) for side in SIDES
+    }
 
 
 def accuracy_by_order(run: Run, model: str) -> Iterator[Chart]:

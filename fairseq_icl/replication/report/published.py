@@ -1,16 +1,21 @@
 """What the papers printed and what their authors' own runs gave: the files of config/published."""
 
+import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
 from fairseq_icl.files import PACKAGE
 
 FOLDER = PACKAGE / "config" / "published"
+PLACE = ("metric", "method", "init", "clip_norm", "dataset", "precision")
 AUTHORS_MODEL = "1.3b"
 """The model of all of the authors' runs that are known."""
+LOGS = ("authors_runs.csv", "authors_runs_more.csv")
+DEMONSTRATIONS, MOST_VALIDATION = 32, 2000
 RUN = ["dataset", "method", "init", "seed", "permutation"]
 NO_TRAINING = {"no-training": ("layer-norms", "untrained")}
 """A name of an init in published tables and claims -> the inits it may stand for, the authors' first."""
@@ -23,34 +28,91 @@ def published_figures() -> dict[str, Any]:
 
 
 @cache
-def authors_runs() -> pd.DataFrame:
-    """The authors' runs: RUN, clip_norm, precision, metric, layer (missing: all), value, source.
+def all_logs() -> pd.DataFrame:
+    """Every log of the authors, repeats included: RUN, k, clip_norm, precision, metric, layer (missing: all), value.
 
-    clip_norm is a number, 0 without clipping; runs of the per-layer clipping that had no effect are left out.
+    clip_norm is a number, 0 without clipping; runs of the per-layer clipping that had no effect are left out. `repeat`
+    is 0 for the runs of the released artefacts and of the drafts, and counts the further logs of a configuration.
     """
-    table = pd.read_csv(FOLDER / "authors_runs.csv", dtype={"clip_norm": str, "layer": str})
+    parts = [pd.read_csv(FOLDER / name, dtype={"clip_norm": str, "layer": str}) for name in LOGS]
+    changes = authors_prediction_changes()
+    counted = changes.assign(
+        metric="rpa_same_label",
+        layer="all",
+        value=changes["same_changes"] / (changes["icl_changed"] + changes["ft_changed"] - changes["same_changes"]),
+        repeat=1,
+    )
+    table = pd.concat([*parts, counted[[*RUN, *parts[1].columns.difference(RUN)]]], ignore_index=True)
+    table["repeat"] = table["repeat"].fillna(0).astype(int)
     table["clip_norm"] = pd.to_numeric(table["clip_norm"], errors="coerce")
     table = table[table["clip_norm"].notna()]
     table["layer"] = pd.to_numeric(table["layer"], errors="coerce").astype("Int64")  # "all" -> missing
     percent = table["metric"] == "rec2ftp"
     table.loc[percent, "value"] = table.loc[percent, "value"] / 100
-    # A run of which the drafts' history and the released logs both tell is counted once, as released.
-    table = table.sort_values("source", key=lambda source: ~source.str.startswith("master"), kind="stable")
-    return table.drop_duplicates([*RUN, "clip_norm", "precision", "metric", "layer"]).reset_index(drop=True)
+    # A run of which the drafts' history and the released logs both tell comes first as released.
+    return table.sort_values("source", key=lambda source: ~source.str.startswith("master"), kind="stable")
+
+
+@cache
+def authors_runs() -> pd.DataFrame:
+    """The authors' runs with 32 demonstrations, each once: columns as in `all_logs`."""
+    logs = all_logs()
+    kept = logs[logs["k"] == DEMONSTRATIONS].drop_duplicates([*RUN, "clip_norm", "precision", "metric", "layer"])
+    return kept.reset_index(drop=True)
+
+
+@cache
+def authors_prediction_changes() -> pd.DataFrame:
+    """Predictions that ICL and fine-tuning changed, and mended ("f2t"), in 13 of the authors' runs."""
+    return pd.read_csv(FOLDER / "authors_prediction_changes.csv", dtype={"clip_norm": str})
+
+
+@cache
+def authors_noise() -> dict[tuple[Any, ...], tuple[float, float]]:
+    """(metric, method, init, clip_norm, dataset, precision) -> how far repeats of one run lie apart.
+
+    Overall, and at most in one layer; of configurations that the authors ran more than once.
+    """
+    logs = all_logs().assign(by_layer=lambda logs: logs["layer"].notna(), layer=lambda logs: logs["layer"].fillna(-1))
+    groups = logs.groupby([*PLACE, "seed", "permutation", "k", "by_layer", "layer"])["value"]
+    spread = (groups.max() - groups.min())[groups.size() > 1]
+    largest = spread.groupby([*PLACE, "by_layer"]).max().unstack("by_layer")
+    return {key: (float(row.get(False, math.nan)), float(row.get(True, math.nan))) for key, row in largest.iterrows()}
 
 
 @cache
 def authors_means() -> dict[tuple[Any, ...], tuple[float, float, int]]:
-    """(metric, method, init, clip_norm, dataset, precision) -> mean, SD and number of the authors' runs."""
-    overall = authors_runs()[authors_runs()["layer"].isna()]
-    groups = overall.groupby(["metric", "method", "init", "clip_norm", "dataset", "precision"])["value"]
+    """(metric, method, init, clip_norm, dataset, precision) -> mean, SD and number of the authors' runs.
+
+    Of those that the paper is about; of further ones where it has none.
+    """
+    overall, place = authors_runs()[authors_runs()["layer"].isna()], [*PLACE]
+    paper = overall["repeat"] == overall.groupby(place)["repeat"].transform("min")
+    groups = overall[paper].groupby(place)["value"]
     return {key: (float(runs.mean()), float(runs.std()), len(runs)) for key, runs in groups}
 
 
 @cache
-def authors_trajectory() -> pd.DataFrame:
-    """The steps of one layer-causal run of the authors (Subj, seed 4, fp16): step, loss_bits, sample_size, ..."""
-    return pd.read_csv(FOLDER / "trajectory_subj_seed4.tsv", sep="\t")
+def authors_gradients() -> np.ndarray:
+    """Norms of a layer's gradient (all parameters, summed over tokens) in one fp16 run on Subj: (steps, layers)."""
+    table = pd.read_csv(FOLDER / "gradient_norms_subj_seed4.csv")
+    return table.pivot(index="step", columns="layer", values="norm_fp16").to_numpy()
+
+
+@cache
+def authors_trajectory(precision: str = "fp16") -> pd.DataFrame:
+    """The steps of one layer-causal run of the authors (Subj, seed 4): step, loss_bits, sample_size, ..."""
+    ending = "" if precision == "fp16" else f"_{precision}"
+    return pd.read_csv(FOLDER / f"trajectory_subj_seed4{ending}.tsv", sep="\t")
+
+
+def zero_shot_errors(dataset: str) -> int:
+    """How many validation examples the authors' model has wrong zero-shot, by the first paper's accuracy."""
+    sizes = published_figures()["other"]["dai2023"]["valid_examples"]
+    accuracy = published_figures()["tables"]["dai2023_accuracy"]
+    right = accuracy["rows"][0]["published"][AUTHORS_MODEL]["values"][accuracy["columns"].index(dataset)]
+    size = min(MOST_VALIDATION, sizes["values"][sizes["columns"].index(dataset)])
+    return round(size * (100 - right) / 100)
 
 
 def inits_of(name: str) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """A results folder as data: what was planned, what is finished, and the numbers of all finished cells."""
 
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,18 +9,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import reason_of
 from fairseq_icl.prompts.rows import DOUBTFUL
-from fairseq_icl.replication.store import Store
-from fairseq_icl.results import heatmap_matrix, read_curve, read_gradient_record, step_size_matrix, whole_layer_matrix
+from fairseq_icl.replication.artefacts import PlanFile, PlannedCell
+from fairseq_icl.replication.configuration import FROM_PAPER
+from fairseq_icl.replication.folders import CellFolder, ResultsFolder
+from fairseq_icl.replication.plan import borrowed_rate
+from fairseq_icl.results import heatmap_matrix, step_size_matrix, whole_layer_matrix
+from fairseq_icl.settings import SETTINGS
 
 IDENTITY = ["model", "init", "dataset", "method", "variant"]
-"""What a number in a table belongs to; seeds and permutations are averaged over."""
+"""What a number in a table belongs to; seeds are averaged over."""
+AVERAGED = ("seed", "permutation", "init")
+"""Settings that are told apart elsewhere, or averaged over."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Run:
 
     folder: Path
     planned: pd.DataFrame
-    """One row a planned cell: IDENTITY, seed, permutation, key, finished."""
+    """One row a planned cell: IDENTITY, plain_model (its name without what tells it apart), seed, permutation, key,
+    finished."""
     configurations: dict[str, dict[str, Any]]
     """Key -> the cell's configuration, with the command that fine-tunes it."""
     values: pd.DataFrame
@@ -53,9 +55,9 @@ class Run:
     folders: dict[str, Path] = field(default_factory=dict)
     """Model -> the results folder it comes from, where there are several."""
 
-    def cell_folder(self, model: str, key: str) -> Path:
-        """Where the files of a finished cell are."""
-        return self.folders.get(model, self.folder) / "cells" / key
+    def cell_folder(self, model: str, key: str) -> CellFolder:
+        """The files of a finished cell."""
+        return ResultsFolder(self.folders.get(model, self.folder), create=False).cell(key)
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -84,6 +86,15 @@ class Run:
                     f"The cells of this folder were computed with different {name} ({', '.join(sorted(found))}): they "
                     "differ by rounding, which fine-tuning amplifies (experiment=stability measures it)."
                 )
+        versions = [said.get("versions") for said in self.configurations.values()]
+        for name in dict.fromkeys(name for said in versions if isinstance(said, dict) for name in said):
+            found = {str(said[name]) for said in versions if isinstance(said, dict) and name in said}
+            if len(found) > 1:
+                told = ", ".join(sorted(found))
+                warnings.append(f"The cells of this folder were computed with several versions of {name} ({told}).")
+        cells = [(said["cell"], said.get("lr_made_for")) for said in self.configurations.values()]
+        rates = [(cell["dataset"], cell["model"], lender) for cell, lender in cells if lender]
+        warnings += [borrowed_rate(*of) for of in dict.fromkeys(rates) if of[1] != of[2]]
         return warnings + self._warnings_of_rows()
 
     def _warnings_of_rows(self) -> list[str]:
@@ -113,6 +124,7 @@ class Run:
         return groups.agg(
             mean=("value", "mean"),
             sd=("value", "std"),
+            least=("value", "min"),
             runs=("value", "size"),
             low=("low", "mean"),
             high=("high", "mean"),
@@ -140,50 +152,38 @@ class Run:
         if not plain.empty:
             overall = overall[overall["others"].isin(set(plain))]
         identity = [name for name in IDENTITY if name != "variant"]
+        told_by = [f"{name}=" for name in settings]
+        plain_name = overall["model"].map(lambda model: not any(word in model for word in told_by))
+        overall = overall.assign(model=overall["model"].where(plain_name, overall["plain_model"]))
         groups = overall.groupby([*identity, "metric", *settings], sort=False)
         return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
 
 
 def load_run(folder: str | Path) -> Run:
     """Read a results folder; it may be unfinished, or still be written to."""
-    store = Store(folder, create=False)
-    plans = store.plans()
+    results = ResultsFolder(folder, create=False)
+    plans = results.plans()
     if not plans:
         raise UserError(f"{folder}: nothing was planned here yet; start with fairseq-icl replicate out={folder}")
-    planned = pd.DataFrame([entry for plan in plans for entry in plan["cells"]])
-    planned = planned.drop_duplicates([*IDENTITY, "seed", "permutation", "key"]).reset_index(drop=True)
-    planned = with_precisions_apart(planned)
-    planned["finished"] = [store.is_finished(key) for key in planned["key"]]
-    configurations, tables = {}, []
-    records, curves = dict[str, pd.DataFrame](), dict[str, pd.DataFrame]()
-    for key in planned.loc[planned["finished"], "key"].drop_duplicates():
-        cell = read_cell(store, key)
-        configurations[key] = cell.configuration
-        tables.append(cell.means.assign(key=key))
-        if cell.record is not None:
-            records[key] = cell.record
-        if cell.curve is not None:
-            curves[key] = cell.curve
+    planned, models = told_apart(plans)
+    planned["finished"] = [results.cell(key).is_finished for key in planned["key"]]
+    cells = {key: results.cell(key).read() for key in planned.loc[planned["finished"], "key"].drop_duplicates()}
     names = ["key", "metric", "layer", "value", "low", "high"]
+    tables = [cell.means.assign(key=key) for key, cell in cells.items()]
     numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
-    values = planned.drop(columns="finished").merge(numbers, on="key", how="inner")
-    shown = dict.fromkeys(name for plan in plans for name in plan["tables"] if isinstance(name, str))
-    experiments = dict.fromkeys(plan["experiment"] for plan in plans)
+    records = {key: cell.record for key, cell in cells.items() if cell.record is not None}
     sizes = {key: step_size_matrix(record) for key, record in records.items()}
     whole = {key: whole_layer_matrix(record) for key, record in records.items()}
-    models = {str(said.get("name")): said for plan in plans if isinstance(said := plan.get("model"), dict)}
-    for name in planned["model"].drop_duplicates():  # those that got a precision into their name
-        models |= {name: models[plain]} if name not in models and (plain := name.rpartition(" (")[0]) in models else {}
     return Run(
         folder=Path(folder),
         planned=planned,
-        configurations=configurations,
-        values=values,
-        experiments=list(experiments),
-        tables=list(shown),
+        configurations={key: cell.configuration for key, cell in cells.items()},
+        values=planned.drop(columns="finished").merge(numbers, on="key", how="inner"),
+        experiments=list(dict.fromkeys(plan.experiment for plan in plans)),
+        tables=list(dict.fromkeys(name for plan in plans for name in plan.tables if isinstance(name, str))),
         gradients={key: heatmap_matrix(record) for key, record in records.items()},
         models=models,
-        curves=curves,
+        curves={key: cell.curve for key, cell in cells.items() if cell.curve is not None},
         step_sizes={key: size for key, size in sizes.items() if size is not None},
         whole_layers={key: norms for key, norms in whole.items() if norms is not None},
         steps={key: steps_of(record) for key, record in records.items()},
@@ -194,18 +194,57 @@ BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "st
 """What a run has by the keys of cells (or the names of models)."""
 
 
-def with_precisions_apart(planned: pd.DataFrame) -> pd.DataFrame:
-    """Planned cells, with a model's name saying the precision where tables would average over several.
+def told_apart(plans: Sequence[PlanFile]) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+    """All planned cells, and what is known of each model; tables average over nothing but seeds.
 
-    `precision` is a column where some plan has one other than fp32; it is gone afterwards.
+    Where cells of one IDENTITY differ in anything else (a learning rate, k, the data), the model's name says in what:
+    "demo (lr=0.05)" and "demo (lr=0.2)" are two in every table, figure and verdict. Orders of the demonstrations are
+    averaged over where the experiment says so.
     """
-    if "precision" not in planned:
-        return planned
-    precision = planned["precision"].fillna("fp32")
-    mixed = precision.groupby([planned[name] for name in IDENTITY]).transform("nunique") > 1
-    of_model = planned["model"].isin(planned.loc[mixed, "model"]) & ~planned["variant"].str.contains("precision=")
-    renamed = planned["model"].where(~of_model | (precision == "fp32"), planned["model"] + " (" + precision + ")")
-    return planned.drop(columns="precision").assign(model=renamed)
+    entries = [(plan, cell) for plan in plans for cell in plan.cells]
+    groups: dict[tuple[str, ...], list[tuple[PlanFile, PlannedCell]]] = {}
+    for plan, cell in entries:
+        groups.setdefault(tuple(getattr(cell, name) for name in IDENTITY), []).append((plan, cell))
+    differing: dict[str, dict[str, None]] = {}
+    for (model, *_), group in groups.items():
+        differing.setdefault(model, {}).update(dict.fromkeys(_differences(group)))
+    rows, models = [], dict[str, dict[str, Any]]()
+    for plan, cell in entries:
+        names = [name for name in differing[cell.model] if f"{name}=" not in cell.variant]
+        words = [word for name in names if (word := _said(plan, cell, name))]
+        model = f"{cell.model} ({', '.join(words)})" if words else cell.model
+        models[model] = {**plan.model, "name": cell.model}
+        kept = {name: getattr(cell, name) for name in (*IDENTITY, "seed", "permutation", "key")}
+        rows.append(kept | {"model": model, "plain_model": cell.model})
+    return pd.DataFrame(rows).drop_duplicates().reset_index(drop=True), models
+
+
+def _differences(group: Sequence[tuple[PlanFile, PlannedCell]]) -> Iterator[str]:
+    """In what cells of one IDENTITY differ that must not be averaged over."""
+    cells = [cell for _, cell in group]
+    for part in ("settings", "prints"):
+        said = [getattr(cell, part) for cell in cells]
+        for name in dict.fromkeys(name for one in said for name in one):
+            if name not in AVERAGED and len({str(one.get(name)) for one in said}) > 1:
+                yield name
+    orders: dict[int, set[int]] = {}
+    for plan, cell in group:
+        if "permutation" not in plan.average_over:
+            orders.setdefault(cell.seed, set()).add(cell.permutation)
+    if any(len(several) > 1 for several in orders.values()):
+        yield "permutation"
+
+
+def _said(plan: PlanFile, cell: PlannedCell, name: str) -> str:
+    """How a model's name tells a cell by one of its settings."""
+    if name == "permutation":
+        return "" if "permutation" in plan.average_over else f"permutation={cell.permutation}"
+    if name in cell.prints:
+        return f"{name} {cell.prints[name][:8]}"
+    if name in FROM_PAPER and plan.asked.get(name) is None:
+        return f"{name} of the {'model' if name == 'lr' and plan.model.get('learning_rates') else 'paper'}"
+    value = cell.settings.get(name, SETTINGS[name].default)
+    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
 
 
 def side_by_side(runs: Sequence[Run]) -> Run:
@@ -247,56 +286,3 @@ def steps_of(record: pd.DataFrame) -> pd.DataFrame:
             "gradient_norm": np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum()))),
         }
     )
-
-
-@dataclass(frozen=True)
-class CellResults:
-    """What a finished cell's folder holds."""
-
-    configuration: dict[str, Any]
-    means: pd.DataFrame
-    record: pd.DataFrame | None = None
-    """Of the gradients."""
-    curve: pd.DataFrame | None = None
-
-
-def read_cell(store: Store, key: str) -> CellResults:
-    """A finished cell; a UserError names the file that is damaged and what to do about it."""
-    folder = store.cell_folder(key)
-    try:
-        configuration = store.read_json(folder / "cell.json")
-        said = configuration.get("cell")
-        if not isinstance(said, dict) or not isinstance(said.get("settings"), dict):
-            raise UserError(f"{folder / 'cell.json'}: damaged, it has no settings of a cell")
-        gradients, over_j = folder / "gradients.parquet", folder / "curve.parquet"
-        return CellResults(
-            configuration,
-            read_means(folder / "results.parquet"),
-            record=read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None,
-            curve=read_curve(over_j) if os.path.lexists(over_j) else None,
-        )
-    except UserError as error:
-        said_of = str(error).split("; make it with")[0]  # a cell's record is not made by hand
-        raise UserError(f"{said_of}; remove the folder {folder} and give the replicate command again") from error
-
-
-def check_cells(store: Store, keys: Iterable[str]) -> None:
-    """Refuse a folder in which one of these cells is there but cannot be read, before others are computed."""
-    for key in dict.fromkeys(keys):
-        place = store.cell_folder(key)
-        if store.is_finished(key):
-            read_cell(store, key)
-        elif os.path.lexists(place):
-            raise UserError(f"{place}: not a folder; remove it and give the replicate command again")
-
-
-def read_means(path: Path) -> pd.DataFrame:
-    """The means over examples in a results file; the many values of single examples stay on disk."""
-    columns = ["metric", "layer", "value", "low", "high"]
-    try:
-        table = pq.read_table(
-            path, columns=columns, filters=pc.field("example").is_null(), page_checksum_verification=True
-        )
-        return table.to_pandas().astype({"layer": "Int64", "low": "float64", "high": "float64"})
-    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: damaged, or not a file of results ({reason_of(error)})") from error

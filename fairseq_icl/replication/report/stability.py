@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report.run import Run
-from fairseq_icl.replication.report.tables import METRICS, PERCENT, Entry, Table
+from fairseq_icl.replication.report.tables import METRICS, Entry, Table
 
 COLUMNS = ("mean", "SD over perturbations", "SD over seeds", "half width of the interval")
 SETTING = "perturbation"
@@ -21,7 +22,7 @@ def stability_tables(run: Run) -> list[Table]:
         rows, wide = [], []
         for dataset, cells in group.groupby("dataset", sort=False):
             for metric, measured in _by_metric(cells):
-                entries = _entries(measured, 100.0 if metric.startswith(PERCENT) else 1.0)
+                entries = _entries(measured, shown_as(metric)[2])
                 rows.append((f"{dataset}: {metric}", entries))
                 _, spread, _, half = (entry.mean for entry in entries)
                 if spread is not None and half is not None and spread > half:

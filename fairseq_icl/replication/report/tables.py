@@ -8,10 +8,17 @@ from typing import Any
 import pandas as pd
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_means, inits_of, published_figures
+from fairseq_icl.metrics import shown_as
+from fairseq_icl.replication.report.published import (
+    AUTHORS_MODEL,
+    authors_means,
+    authors_noise,
+    inits_of,
+    published_figures,
+)
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.results import LENGTH_RATIO
-from fairseq_icl.settings import nearest
+from fairseq_icl.settings import READING, nearest
 
 AVERAGE = "average"
 PLAIN = "plain run"
@@ -28,12 +35,18 @@ METRICS: tuple[str, ...] = (
 METRICS += ("sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after", "sim_am_delta")
 METRICS += ("alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
 """Metrics that comparison tables show, in this order; metrics of other packages follow."""
-NO_UPDATE, ONE_EXAMPLE = "no update", "n=1"
+NO_UPDATE, ONE_EXAMPLE, ONE_LABEL = "no update", "n=1", "one label"
 MARKS = {
-    NO_UPDATE: "no update: fine-tuning changed nothing here, so that every cosine is 0 by definition.",
+    NO_UPDATE: "no update: no update is above rounding here, so that no cosine has a value.",
     ONE_EXAMPLE: "n=1: a single validation example, which has no interval.",
+    ONE_LABEL: "one label: a fine-tuned model gives the same label to every example, so that the share is ICL's alone.",
 }
-PERCENT = ("accuracy_", "rec2ftp", "rpa")
+OF_PREDICTIONS = ("rec2ftp", "rpa", "rpa_same_label", "rpa_correct", "rpa_incorrect")
+BELOW = "Cosines of updates that are not above rounding are left out of these means: {}."
+REPEATS = (
+    "their repeats: how far apart the authors' own runs of one configuration lie (fp16, overall); a difference within "
+    "it is exact. Of AGNews, gd, single layers do not repeat at all (up to 0.17 in SimAOU_norm, 0.41 in SimAM_delta)."
+)
 LENGTHS = "length ratio: how long FT's vector is in units of ICL's, at every cosine of the two (of their mean lengths)."
 
 
@@ -53,11 +66,15 @@ class Entry:
     doubtful: str = ""
     authors: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     """Precision -> mean and SD over seeds of the authors' own runs."""
+    repeats: float | None = None
+    """How far the authors' own repeats of one run (fp16) lie apart."""
+    below_rounding: bool = False
+    """Whether some of the cosines behind it are of updates that are not above rounding, and left out."""
     keys: tuple[str, ...] = ()
     length_ratio: float | None = None
     """Of a cosine: how long FT's vector is in units of ICL's."""
     mark: str = ""
-    """What has to be known to read the number: NO_UPDATE or ONE_EXAMPLE."""
+    """What has to be known to read the number: one of MARKS."""
 
     @property
     def is_undefined(self) -> bool:
@@ -70,6 +87,11 @@ class Entry:
         if self.mean is None or self.published is None:
             return None
         return self.mean - self.published
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ours differs from the published figure by no more than the authors' own repeats do."""
+        return self.difference is not None and self.repeats is not None and abs(self.difference) <= self.repeats
 
 
 @dataclass(frozen=True)
@@ -145,6 +167,7 @@ def paper_table(run: Run, name: str, model: str, size: str) -> Table:
     if any(entry.is_undefined for _, entries in rows for entry in entries):
         notes.append("0/0: a share of no examples, so it has no value here (and the row no average).")
     notes += _notes_of_marks(rows)
+    notes += [REPEATS] if any(entry.repeats is not None for _, entries in rows for entry in entries) else []
     source = f"{paper['authors']}, {paper['title']} ({paper['where']})"
     return Table(name, said["title"], (*columns, AVERAGE), tuple(rows), said["decimals"], source, notes=tuple(notes))
 
@@ -164,7 +187,7 @@ def _paper_row(
             run,
             selection | {"dataset": dataset},
             scale=scale,
-            authors=_authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {},
+            **(_authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {}),
             published=figure.get(dataset),
             published_sd=spread.get(dataset),
             doubtful=row.get("doubtful", {}).get(dataset, ""),
@@ -177,50 +200,60 @@ def _paper_row(
     return row["label"], (*entries, _average(entries, None))
 
 
-def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, tuple[float, float | None]]:
-    """The mean and SD of the authors' runs that a row of a published table stands for, by precision."""
+def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, Any]:
+    """Of the authors' runs that a row of a published table stands for: mean and SD by precision, and their repeats."""
     variant = select.get("variant", "")
     clip = float(variant.removeprefix("clip_norm=")) if variant.startswith("clip_norm=") else 0.0
     known = authors_means() if clip or not variant else {}
-    found = {}
+    found, repeats = {}, None
     for precision in ("fp16", "fp32"):
         place = (inits_of(select.get("init", "pretrained"))[0], clip, dataset, precision)
-        if (select["metric"], select.get("method"), *place) in known:
-            mean, sd, _ = known[select["metric"], select.get("method"), *place]
+        run = (select["metric"], select.get("method"), *place)
+        if run in known:
+            mean, sd, _ = known[run]
             found[precision] = mean * scale, None if math.isnan(sd) else sd * scale
-    return found
+        if precision == "fp16" and run in authors_noise():
+            repeats = _number(authors_noise()[run][0], scale)
+    return {"authors": found, "repeats": repeats}
 
 
 def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:
     """The entry of one (model, init, dataset, method, variant, metric)."""
     found = _select(run.summary, selection)
     planned = len(_select(run.planned, {key: value for key, value in selection.items() if key != "metric"}))
+    others = {key: value for key, value in selection.items() if key != "metric"}
+    of_cells = _select(run.summary, others).groupby("metric")  # a selection may leave the method open
+    counts, labels = of_cells["mean"].max(), of_cells["least"].min().get("labels_ft", 2.0)
+    mark = _mark(selection["metric"], counts, labels, found.empty)
     if found.empty:
         undefined = _select(run.summary, selection | {"metric": f"undefined_{selection['metric']}"})
-        return Entry(runs=int(undefined["runs"].sum()), planned=planned, **reference)
+        return Entry(runs=int(undefined["runs"].sum()), planned=planned, mark=mark, **reference)
     row = found.iloc[0]
     numbers: dict[str, Any] = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
-    others = {key: value for key, value in selection.items() if key != "metric"}
-    counts = _select(run.summary, others).groupby("metric")["mean"].max()  # a selection may leave the method open
-    mark = _mark(selection["metric"], numbers["mean"], counts)
     beside = _select(run.summary, selection | {"metric": f"{LENGTH_RATIO}{selection['metric']}"})
     ratio = None if beside.empty else float(beside.iloc[0]["mean"])
     runs, keys = int(row["runs"]), tuple(row["keys"])
-    return Entry(**numbers, runs=runs, planned=planned, keys=keys, mark=mark, length_ratio=ratio, **reference)
+    left_out = bool(counts.get(f"zero_updates_{selection['metric']}", 0.0) > 0)
+    about: dict[str, Any] = {"mark": mark, "length_ratio": ratio, "below_rounding": left_out}
+    return Entry(**numbers, runs=runs, planned=planned, keys=keys, **about, **reference)
 
 
-def _mark(metric: str, mean: float | None, counts: pd.Series) -> str:
-    """What to say of a number, given the counts of its cells by name."""
-    if mean == 0 and counts.get(f"zero_updates_{metric}", 0.0) > 0:
-        return NO_UPDATE
-    return ONE_EXAMPLE if counts.get("examples", 2.0) == 1 else ""
+def _mark(metric: str, counts: pd.Series, labels: float, is_missing: bool) -> str:
+    """What to say of a number, given the counts of its cells by name and the fewest labels that one of them gives."""
+    if is_missing:
+        return NO_UPDATE if counts.get(f"zero_updates_{metric}", 0.0) > 0 else ""
+    if counts.get("examples", 2.0) == 1:
+        return ONE_EXAMPLE
+    return ONE_LABEL if labels == 1 and metric in OF_PREDICTIONS else ""
 
 
 def _notes_of_marks(rows: Iterable[tuple[str, Sequence[Entry]]]) -> list[str]:
     entries = [entry for _, row in rows for entry in row]
     found = {entry.mark for entry in entries}
     lengths = [LENGTHS] if any(entry.length_ratio is not None for entry in entries) else []
-    return lengths + [text for mark, text in MARKS.items() if mark in found]
+    noisy = [label for label, row in rows if any(entry.below_rounding for entry in row)]
+    below = [BELOW.format(", ".join(noisy))] if noisy else []
+    return lengths + below + [text for mark, text in MARKS.items() if mark in found]
 
 
 def _select(frame: pd.DataFrame, selection: dict[str, Any]) -> pd.DataFrame:
@@ -259,27 +292,32 @@ def _comparison(run: Run, model: str, init: str, method: str, variants: list[str
     chosen = _select(run.summary, {"model": model, "init": init, "method": method})
     metrics = [metric for metric in METRICS if metric in set(chosen["metric"])]
     average = chosen.groupby(["variant", "metric"], sort=False).agg(
-        mean=("mean", "mean"), sd=("sd", "mean"), runs=("runs", "sum"), keys=("keys", "sum")
+        mean=("mean", "mean"), sd=("sd", "mean"), least=("least", "min"), runs=("runs", "sum"), keys=("keys", "sum")
     )
-    rows = []
+    rows, same = [], []
     for variant in variants:
         entries = [_compared(average, variant, metric) for metric in metrics]
-        rows.append((variant or "(plain)", tuple(entries)))
+        differences = {entry.difference for entry in entries} - {None}
+        if variant.partition("=")[0] in READING and differences == {0.0}:
+            same.append(variant)  # a reading of the layer-causal loss, say, is none of gd's
+        else:
+            rows.append((variant or "(plain)", tuple(entries)))
     title = f"{method} on {model}, {init}: what each variant does to every metric (mean over datasets and seeds)"
     name = f"variants_{model}_{init}_{method}"
     notes = ["Shares (accuracies, Rec2FTP, RPA) in percent. Differences are to the plain run.", *_notes_of_marks(rows)]
+    notes += [f"Left out, since no number differs from the plain run's: {', '.join(same)}."] if same else []
     return Table(name, title, tuple(metrics), tuple(rows), 3, reference=PLAIN, notes=tuple(notes))
 
 
 def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
-    scale = 100.0 if metric.startswith(PERCENT) else 1.0
+    scale = shown_as(metric)[2]
     plain = average["mean"].get(("", metric))
     reference = None if plain is None or not variant else _number(plain, scale)
     if (variant, metric) not in average.index:
         return Entry(published=reference)
     row = average.loc[(variant, metric)]
     mean, sd = _number(row["mean"], scale), _number(row["sd"], scale)
-    own = average["mean"].loc[variant]
-    mark, ratio = _mark(metric, mean, own), _number(own.get(f"{LENGTH_RATIO}{metric}"), 1.0)
+    own, labels = average["mean"].loc[variant], average["least"].get((variant, "labels_ft"), 2.0)
+    mark, ratio = _mark(metric, own, labels, mean is None), _number(own.get(f"{LENGTH_RATIO}{metric}"), 1.0)
     runs, keys = int(row["runs"]), tuple(row["keys"])
     return Entry(mean, sd, runs=runs, published=reference, keys=keys, mark=mark, length_ratio=ratio)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fairseq_icl.replication.report.claims import Effect, Verdict, authors_verdicts
+from fairseq_icl.replication.report.claims import Effect, Verdict, authors_verdicts, summary
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
 
@@ -26,7 +26,7 @@ SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
 def ours(entry: Entry, decimals: int) -> str:
     """Our number: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash (not planned)."""
     if entry.is_undefined:
-        return UNDEFINED
+        return entry.mark or UNDEFINED
     if entry.mean is None:
         return MISSING if entry.planned else NOT_PLANNED
     text = f"{entry.mean:.{decimals}f}"
@@ -53,7 +53,14 @@ def of_authors(entry: Entry, decimals: int, precision: str) -> str:
 
 def difference(entry: Entry, decimals: int) -> str:
     """Ours minus the published number, with its sign."""
-    return NOT_PLANNED if entry.difference is None else f"{entry.difference:+.{decimals}f}"
+    if entry.difference is None:
+        return NOT_PLANNED
+    return f"{entry.difference:+.{decimals}f}" + (" (exact)" if entry.is_exact else "")
+
+
+def repeats(entry: Entry, decimals: int) -> str:
+    """How far the authors' own repeats lie apart, with a digit more than the table has."""
+    return NOT_PLANNED if entry.repeats is None else f"{entry.repeats:.{decimals + 1}f}"
 
 
 def interval(entry: Entry, decimals: int) -> str:
@@ -82,7 +89,8 @@ def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True
         kinds.append((reference, beside))
     for precision in sorted({precision for entry in entries for precision in entry.authors}):
         kinds.append((f"authors' runs, {precision}", partial(of_authors, precision=precision)))
-    return [*kinds, ("difference", difference)] if published else kinds
+    kinds += [("difference", difference)] if published else []
+    return [*kinds, ("their repeats", repeats)] if any(entry.repeats is not None for entry in entries) else kinds
 
 
 def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
@@ -112,10 +120,14 @@ def sheet(table: Table, *, intervals: bool = True) -> Sheet:
     return Sheet(table.name, table.title, grid(table, intervals=intervals), [*notes, *table.notes])
 
 
-VERDICT_HEAD = ["claim", "source", "here", "effect", "why", "authors' runs", "their effect", "their why"]
+OWN = ["here", "effect", "control", "why", "all claims together"]
+VERDICT_HEAD = ["claim", "source", *OWN, "authors' runs", "their effect", "their why"]
 VERDICT_NOTES = [
-    "Effect: what the claim is about, averaged over datasets, with its 95 % interval by a paired bootstrap over seeds "
-    "and examples (of the authors' runs: over seeds; their examples are not known). Undecided says what would decide."
+    "Effect: what the claim is about, averaged over datasets, with its 95 % interval over draws of demonstrations and "
+    "examples (of the authors' runs: over draws; their examples are not known). Control: the same of what means "
+    "nothing, a random update as long as the true one. Undecided says what would decide. Each claim is tested by "
+    "itself, with an error of at most 2.5 % on either side (docs/verdicts.md); all claims together: what is left by "
+    "Holm's correction."
 ]
 
 
@@ -123,9 +135,11 @@ def verdict_sheet(model: str, verdicts: Sequence[Verdict]) -> Sheet:
     """What became of every claim: on this run, and on the authors' own runs."""
     lines = [VERDICT_HEAD]
     for verdict, theirs in zip(verdicts, authors_verdicts(), strict=True):
-        mine, other = ([said.status, effect_text(said.average), said.reason] for said in (verdict, theirs))
-        lines.append([verdict.claim["says"], verdict.claim["source"], *mine, *other])
-    return Sheet(f"verdicts_{model}", f"Do the papers' claims hold? {model}", lines, VERDICT_NOTES, names=8)
+        own = [verdict.status, effect_text(verdict.average), effect_text(verdict.control), verdict.reason]
+        other = [theirs.status, effect_text(theirs.average), theirs.reason]
+        lines.append([verdict.claim["says"], verdict.claim["source"], *own, verdict.corrected, *other])
+    notes = [summary(model, verdicts), *VERDICT_NOTES]
+    return Sheet(f"verdicts_{model}", f"Do the papers' claims hold? {model}", lines, notes, names=len(VERDICT_HEAD))
 
 
 def effect_text(effect: Effect | None) -> str:
@@ -133,8 +147,7 @@ def effect_text(effect: Effect | None) -> str:
     if effect is None:
         return NOT_PLANNED
     low, high = effect.interval()
-    limits = f" [{low:+.3f}, {high:+.3f}]" if effect.seeds > 1 or effect.examples else ""
-    return f"{effect.value:+.3f}{limits}"
+    return f"{effect.value:+.3f}" + ("" if effect.problem else f" [{low:+.3f}, {high:+.3f}]")
 
 
 def plain(table: Sheet | Table) -> str:
@@ -149,7 +162,7 @@ def plain_verdicts(model: str, verdicts: Sequence[Verdict]) -> str:
     lines = [["claim", "here", "effect", "authors' runs"]]
     for verdict, theirs in zip(verdicts, authors_verdicts(), strict=True):
         lines.append([verdict.claim["name"], verdict.status, effect_text(verdict.average), theirs.status])
-    return "\n".join([f"Do the papers' claims hold? {model}", text_table(lines, names=4)])
+    return "\n".join([f"Do the papers' claims hold? {summary(model, verdicts)}", text_table(lines, names=4)])
 
 
 def markdown(table: Sheet | Table) -> str:

@@ -1,0 +1,123 @@
+"""What commands accept, for those that are slow to import: help is there at once."""
+
+import argparse
+import re
+import textwrap
+from pathlib import Path
+
+from fairseq_icl.files import PACKAGE
+from fairseq_icl.settings import SETTINGS, Setting
+
+FOLDER = PACKAGE / "config"
+GROUPS = ("experiment", "model")
+HELP = ("-h", "--help")
+FROM_PAPER = dict.fromkeys(("num_demonstrations", "seed", "permutation", "lr"), "as the paper says")
+"""Settings whose default in `replicate` is what the paper has for the dataset."""
+KEY = re.compile(r"(?P<name>[a-z_]+): *(?P<default>[^#]*?) *(# (?P<text>.*))?")
+REPLICATE = """Rerun a paper, or a part of it; what is finished stays, what is missing is computed.
+
+    fairseq-icl replicate experiment=deutch2024 model=1.3b data=DATA                       the whole paper
+    fairseq-icl replicate experiment=deutch2024 data=DATA dataset=sst2,mr method=lcgd      a part of it
+    fairseq-icl replicate experiment=deutch2024 data=DATA k=1,2,4,8 lr=0.001,0.01          every combination of values
+    fairseq-icl replicate experiment=audit data=DATA model=PATH/model.pt limit=100         another model, fewer examples
+    fairseq-icl replicate experiment=deutch2024 data=hub model=hub:facebook/opt-125m       fetched, kept in the cache
+    fairseq-icl replicate experiment=dai2023 data=DATA --dry-run                           the plan and what it costs
+    fairseq-icl replicate experiment=dai2023 data=DATA workers=4                           four processes share the work
+    fairseq-icl replicate experiment=dai2023 data=DATA cluster=slurm cluster.queue=gpu     jobs of a cluster do
+
+Every key below can be overridden, and every setting takes a list of values. Stop it whenever you like and give the same
+command again: it goes on where it was.
+"""
+SCORE = """`fairseq-icl score`: fairseq-validate with this plugin's task and criterion filled in.
+
+    fairseq-icl score DATA --path FINETUNED.pt --results RESULTS.parquet                   ZSL, ICL and FT side by side
+    fairseq-icl score DATA --path MODEL.pt --dataset sst2 --bpe gpt2                       ZSL and ICL of a base model
+
+Every flag of fairseq-validate works (fairseq-validate --help); those of the task and the criterion are:
+"""
+
+
+def replicate() -> argparse.ArgumentParser:
+    """The flags and keys of `replicate`."""
+    parser = _parser("replicate", REPLICATE)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the keys and settings below")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan with an estimate of time and memory")
+    parser.add_argument("--quiet", action="store_true", help="no progress, no tables")
+    groups = [f"{group}: {', '.join(sorted(p.stem for p in (FOLDER / group).glob('*.yaml')))}" for group in GROUPS]
+    groups[1] += "; or a path of a checkpoint, a Hugging Face folder or a YAML file, or hub:OWNER/NAME"
+    settings = [
+        _described(known, "as the paper says" if known.name in FROM_PAPER else "") for known in SETTINGS.values()
+    ]
+    settings.insert(0, "k: the same as num_demonstrations")
+    parser.epilog = "\n\n".join([_lines("keys", [*groups, *_keys()]), _lines("settings", settings)])
+    return parser
+
+
+def doctor(description: str | None, text: str) -> argparse.ArgumentParser:
+    """The flags of `doctor`; `text` is the one that is tokenized."""
+    parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=description)
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        help="folder with model.pt, dict.txt and the tokenizer's files; a Hugging Face folder; demo: the shipped model",
+    )
+    parser.add_argument("--data", type=Path, metavar="DATA", help="look at the datasets in this folder (too)")
+    parser.add_argument("--text", default=text, help="text for the tokenizer's round trip and the continuation")
+    parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
+    parser.add_argument(
+        "--reference", action="store_true", help="compare a Hugging Face folder with transformers' own code"
+    )
+    return parser
+
+
+def score() -> argparse.ArgumentParser:
+    """The flags of `score` that fairseq-validate does not have, for its help."""
+    parser = _parser("score", SCORE, usage="fairseq-icl score DATA --path CHECKPOINT [FLAGS]", add_help=False)
+    known = [known for known in SETTINGS.values() if known.is_flag_of("task", "icl_similarity")]
+    parser.epilog = _lines("flags", [f"--{_described(one).replace('_', '-', one.name.count('_'))}" for one in known])
+    return parser
+
+
+SLOW = {
+    "replicate": replicate,
+    "doctor": lambda: doctor("What is in a model folder, whether it fits together, and what to do if not.", "..."),
+    "score": score,
+}
+"""Commands whose help is printed without importing them."""
+
+
+def _parser(command: str, description: str, **more: object) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"fairseq-icl {command}", description=description, formatter_class=form, **more)  # type: ignore[arg-type]
+
+
+def _described(known: Setting, default: str = "") -> str:
+    """One setting: help, choices, default."""
+    choices = f"; one of {', '.join(known.choices)}" if known.choices else ""
+    if known.is_reading:
+        default = f"as reading says; authors: {known.default}, paper: {known.paper}"
+    default = default or ("" if known.default is None else str(known.default))
+    return f"{known.name}: {known.help}{choices}" + (f" (default: {default})" if default else "")
+
+
+def _keys() -> list[str]:
+    """The keys of replicate.yaml with what its comments say of them and their defaults."""
+    keys: dict[str, tuple[str, str]] = {}
+    name = section = ""
+    text = (FOLDER / "replicate.yaml").read_text(encoding="utf-8").partition("\nname:")[2].partition("\nhydra:")[0]
+    for line in filter(str.strip, f"name:{text}".splitlines()):
+        found = KEY.fullmatch(line.strip())
+        if found is None:  # the comment goes on
+            keys[name] = (f"{keys[name][0]} {line.strip(' #')}", keys[name][1])
+            continue
+        section = section if line.startswith(" ") else found["name"] + "."
+        name = section + found["name"] if line.startswith(" ") else found["name"].replace("datasets", "dataset")
+        keys[name] = (found["text"], found["default"])
+    said = {"???": "; has to be given", "": "", "null": ""}
+    return [f"{n}: {text}{said.get(default, f' (default: {default})')}" for n, (text, default) in keys.items()]
+
+
+def _lines(title: str, entries: list[str]) -> str:
+    wrapped = [textwrap.fill(entry, 118, initial_indent="  ", subsequent_indent="      ") for entry in entries]
+    return "\n".join([f"{title}:", *wrapped])

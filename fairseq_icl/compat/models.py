@@ -1,0 +1,116 @@
+"""Checkpoints and modules: what may be unpickled, what is saved and taken up again, initialised and multiplied."""
+
+import argparse
+import collections
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.trainer import Trainer
+from omegaconf import DictConfig, ListConfig, base, nodes
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fairseq_icl.errors import UserError, find_user_error
+
+CHECKPOINT_CLASSES: list[Any] = [
+    argparse.Namespace,
+    *(DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, typing.Any),
+    *(getattr(nodes, name) for name in dir(nodes) if name.endswith("Node")),
+    *(collections.defaultdict, dict, list, int),
+]
+"""What `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, hold besides tensors.
+
+torch >= 2.6 unpickles tensors and plain containers only. These classes hold data and run nothing when they are
+rebuilt; anything else in a checkpoint stays refused.
+"""
+
+
+def checkpoint_classes_allowed() -> Any:
+    """A context in which torch unpickles CHECKPOINT_CLASSES; torch's own forgets at its end what was allowed before."""
+    known = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known])
+
+
+def resume_tasks() -> None:
+    """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it.
+
+    Only tasks that say so (`resumes`) get theirs: others were not written for it.
+    """
+    load = Trainer.load_checkpoint
+
+    def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        extra_state = load(self, filename, *args, **kwargs)
+        if getattr(self.task, "resumes", False) and self.get_num_updates() > 0:
+            self.task.load_state_dict(checkpoint_utils.load_checkpoint_to_cpu(filename).get("task_state", {}))
+        return extra_state
+
+    Trainer.load_checkpoint = load_checkpoint
+
+
+def tell_failed_saves() -> None:
+    """One clear line, and nothing left behind, where fairseq cannot write to `--save-dir` or training was refused.
+
+    fairseq logs a traceback of torch's file writer, leaves a `.tmp` behind, and writes a whole `crash.pt` for every
+    exception of a training step, a UserError included (fairseq/checkpoint_utils.py, fairseq/trainer.py).
+    """
+    save, verify = checkpoint_utils.torch_persistent_save, checkpoint_utils.verify_checkpoint_directory
+
+    def torch_persistent_save(obj: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+        if Path(filename).name == "crash.pt" and find_user_error(sys.exc_info()[1]) is not None:
+            return
+        try:
+            save(obj, filename, *args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            Path(f"{filename}.tmp").unlink(missing_ok=True)
+            reason = error.strerror if isinstance(error, OSError) else "is the disk full?"
+            raise UserError(
+                f"{filename}: the checkpoint cannot be written ({reason}); free space or change --save-dir"
+            ) from error
+
+    def verify_checkpoint_directory(save_dir: str) -> None:
+        try:
+            verify(save_dir)
+        except OSError as error:
+            raise UserError(f"--save-dir {save_dir}: cannot be written ({error.strerror}); choose another") from error
+
+    checkpoint_utils.torch_persistent_save = torch_persistent_save
+    checkpoint_utils._torch_persistent_save = torch.save
+    checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
+
+
+@contextmanager
+def without_initialisation() -> Iterator[None]:
+    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B.
+
+    fairseq's modules initialise themselves when they are made, and torch's own `skip_init` reaches single modules only.
+    """
+    names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
+    originals = {name: getattr(nn.init, name) for name in names}
+    try:
+        for name in names:
+            setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.init, name, original)
+
+
+@contextmanager
+def replaced_linear(linear: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, torch's linear layers and its fused attention multiply by `linear`.
+
+    The function is replaced in torch's own module because both look it up there; a torch function mode would not do,
+    since the fused attention calls itself without end under one that is still active within it.
+    """
+    original = functional.linear
+    functional.linear = linear
+    try:
+        yield
+    finally:
+        functional.linear = original

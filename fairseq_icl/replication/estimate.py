@@ -1,0 +1,117 @@
+"""What a plan costs, about: times of cells that are finished already, else a probe of a few queries and steps.
+
+The probe runs what the plan would run, on this machine, with two demonstrations and a few queries; its times are
+scaled by the numbers of tokens. What cells share is counted once, as the graph has it.
+"""
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fairseq_icl.models import load_from
+from fairseq_icl.observing import observe
+from fairseq_icl.prompts.build import Prompts, build_prompts
+from fairseq_icl.replication.cells import Cell, Keys
+from fairseq_icl.replication.find_model import find_model, shape_of
+from fairseq_icl.replication.folders import ResultsFolder
+from fairseq_icl.replication.graph import observations_of
+from fairseq_icl.replication.plan import borrowed_rates, counted
+from fairseq_icl.settings import OF_TRAINING
+from fairseq_icl.training import fine_tuned
+
+QUERIES, DEMONSTRATIONS = 8, 2
+"""Of the probe."""
+
+
+def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
+    """The plan in words, with the time and memory of what is unfinished."""
+    out = Path(config["out"])
+    files = find_model(config["model"], out, make=False)
+    shape = shape_of(config["model"], files)
+    lines = [f"{config['name']} on {files.name} ({shape['layers']} layers of width {shape['width']}) into {out}", ""]
+    lines += [*borrowed_rates(cells), *[""] * bool(borrowed_rates(cells))]
+    if not files.checkpoint.exists():  # random weights that nobody has made yet
+        return "\n".join([*lines, counted(cells, cells), "", "no estimate: the random weights are made by the run"])
+    keys = Keys(files, data)
+    folder = ResultsFolder(out, create=False) if (out / "store.json").is_file() else None
+    done = [cell for cell in cells if folder is not None and folder.cell(keys.of(cell)).is_finished]
+    todo = [cell for cell in cells if cell not in set(done)]
+    lines += [counted(cells, todo), ""]
+    if not todo:
+        return "\n".join([*lines, "everything is finished already"])
+    seconds, how = from_finished(done, todo, keys, folder) if folder and done else (None, "")
+    if seconds is None:
+        seconds, how = Probe(keys, data).estimate(todo), f"from a probe of {QUERIES} queries and {DEMONSTRATIONS} steps"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    lines += [f"about {duration(seconds)} on this machine in one process, if it does nothing else ({how})"]
+    lines += [f"about {peak:.1f} GiB of memory for a process, more with long prompts (the probe's peak)"]
+    return "\n".join(lines)
+
+
+def from_finished(
+    done: Sequence[Cell], todo: Sequence[Cell], keys: Keys, folder: ResultsFolder
+) -> tuple[float | None, str]:
+    """The time of `todo` if finished cells have all its datasets and methods."""
+    taken: dict[tuple[str, str], list[float]] = {}
+    for cell in done:
+        taken.setdefault((cell.dataset, cell.method), []).append(folder.cell(keys.of(cell)).seconds())
+    if {(cell.dataset, cell.method) for cell in todo} - set(taken):
+        return None, ""
+    means = {place: sum(seconds) / len(seconds) for place, seconds in taken.items()}
+    return sum(means[cell.dataset, cell.method] for cell in todo), f"from {len(done)} finished cells"
+
+
+class Probe:
+    """Seconds a token of every condition and method, measured once each."""
+
+    def __init__(self, keys: Keys, data: Path):
+        self.keys, self.data = keys, data
+        self.rates: dict[tuple[str, str], float] = {}
+        self.prompts: dict[Any, Prompts] = {}
+
+    def estimate(self, cells: Sequence[Cell]) -> float:
+        """Seconds of all observations of the cells, each once."""
+        needs = {need.key: need for cell in cells for need in observations_of(cell, self.keys)}
+        total = 0.0
+        for need in needs.values():
+            for kind in ("train", "zsl") if need.condition == "ft" else (need.condition,):
+                total += self._rate(kind, need.cell) * tokens(self._built(need.cell), kind)
+        return total
+
+    def _built(self, cell: Cell) -> Prompts:
+        key = (cell.dataset, cell.settings.num_demonstrations, cell.settings.limit, cell.settings.queries)
+        if key not in self.prompts:
+            self.prompts[key] = build_prompts(cell.spec, self.data, self.keys.files.writing, cell.settings)
+        return self.prompts[key]
+
+    def _rate(self, kind: str, cell: Cell) -> float:
+        place = (kind, cell.method if kind == "train" else "")
+        if place not in self.rates:
+            small = replace(cell.settings, limit=QUERIES, num_demonstrations=DEMONSTRATIONS, init="pretrained")
+            prompts = build_prompts(cell.spec, self.data, self.keys.files.writing, small)
+            model = load_from(self.keys.files, small)
+            start = time.perf_counter()
+            if kind == "train":
+                with fine_tuned(model, prompts, cell.method, **{name: getattr(small, name) for name in OF_TRAINING}):
+                    pass
+            else:
+                observe(model, prompts, in_context=kind == "icl")
+            self.rates[place] = (time.perf_counter() - start) / max(1, tokens(prompts, kind))
+        return self.rates[place]
+
+
+def tokens(prompts: Prompts, kind: str) -> int:
+    """How many tokens an observation, or training, goes over; the demonstrations of a prompt once."""
+    if kind == "train":
+        return sum(len(sequence.tokens) for sequence in prompts.finetuning)
+    return sum(query.longest for query in prompts.queries) + (len(prompts.context) if kind == "icl" else 0)
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,123 @@
+"""The model that a configuration (config/model/*.yaml) names; or, in its place, one of random weights of its shape."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import DEMO_MODEL, write_atomically
+from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files, load_dictionary, save_random_model
+from fairseq_icl.models.hugging_face import is_hugging_face
+from fairseq_icl.settings import nearest
+
+SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
+MAX_SHAPE = 1 << 20
+EACH = "each"
+MAX_WEIGHTS = 10**12
+"""Larger numbers in a shape are a slip of the finger."""
+
+
+def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> ModelFiles:
+    """The files that a model configuration names; a random stand-in is made in `folder` unless `make` is False."""
+    if config["bpe"] is not None and config["bpe"] not in TOKENIZER_FILES:
+        raise UserError(f"model.bpe={config['bpe']}: {nearest(config['bpe'], TOKENIZER_FILES)}")
+    checkpoint = DEMO_MODEL if config["path"] == "demo" else Path(config["path"])
+    beside = Path(config["tokenizer"]) if config["tokenizer"] else None
+    if config["random"]:
+        dictionary = (beside or checkpoint.parent) / "dict.txt"
+        checkpoint = make_stand_in(config, folder, dictionary, make=make)
+        beside = dictionary.parent
+    elif not checkpoint.exists():
+        fetch = f" (fairseq-icl fetch model {config['name']} does it)" if config.get("archive") else ""
+        raise UserError(
+            f"{checkpoint}: no such checkpoint; unpack the model there{fetch}, set FAIRSEQ_ICL_MODELS to the folder of "
+            "your models, give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights "
+            "of that shape"
+        )
+    if config["random"] and not make:  # only looked at, not made yet
+        named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
+        return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
+    is_folder = is_hugging_face(checkpoint)
+    if config["shape"] is not None and not config["random"] and not is_folder:
+        _compare_shape(config["shape"], checkpoint)
+    bpe = None if is_folder else config["bpe"]  # the folder has its own tokenizer
+    files = find_files(checkpoint, name=config["name"], bpe=bpe, tokenizer=beside)
+    for path in (files.dictionary, *files.tokenizer.values()):
+        if path is not None and not path.is_file():
+            raise UserError(
+                f"{path}: no such file; put the model's dict.txt and tokenizer files there, or name the folder that "
+                "has them: model.tokenizer=FOLDER"
+            )
+    return files
+
+
+def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, make: bool) -> Path:
+    """A checkpoint of the shape with random weights, unless it is there."""
+    shape = config["shape"]
+    if shape is None:
+        raise UserError("model.random=true needs model.shape; choose a model of config/model with a size")
+    check_shape(shape)
+    symbols = load_dictionary(dictionary)
+    # The name says what is in it: another shape, or another dictionary, is another file.
+    content = json.dumps([sorted(shape.items()), len(symbols)])
+    path = folder / "stand_in" / f"{config['name']}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.pt"
+    if make and not path.is_file():
+        try:
+            write_atomically(path, lambda unfinished: save_random_model(unfinished, symbols, shape))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path}: cannot be written ({error}); choose another out=DIR") from error
+    return path
+
+
+def check_shape(shape: dict[str, Any]) -> None:
+    """Refuse a shape of which something is missing, unknown or no size that a model can have."""
+    for key, value in shape.items():
+        if key not in SHAPE_KEYS:
+            raise UserError(f"model.shape.{key}: unknown key; {nearest(key, SHAPE_KEYS)}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_SHAPE:
+            raise UserError(f"model.shape.{key}={str(value)[:80]}: must be a whole number from 1 to {MAX_SHAPE - 1:,}")
+    if missing := [key for key in SHAPE_KEYS if key not in shape]:
+        raise UserError(f"model.shape.{missing[0]}: is missing; give {', '.join(SHAPE_KEYS)}")
+    if shape["width"] % shape["heads"] or shape["width"] % 2:
+        raise UserError(f"model.shape.heads={shape['heads']}: does not divide the width {shape['width']} evenly")
+    if shape["layers"] * shape["width"] * (4 * shape["width"] + 2 * shape["ffn"]) > MAX_WEIGHTS:
+        raise UserError(f"model.shape: more than {MAX_WEIGHTS:.0e} weights; give a smaller one")
+
+
+def _compare_shape(shape: dict[str, Any], checkpoint: Path) -> None:
+    """A shape says what random weights look like; beside a checkpoint that is there it must be the checkpoint's."""
+    check_shape(shape)
+    config = language_model_config(read_checkpoint(checkpoint), checkpoint)
+    names = ("decoder_layers", "decoder_embed_dim", "decoder_attention_heads", "decoder_ffn_embed_dim")
+    for key, name in zip(SHAPE_KEYS, names, strict=False):
+        if shape[key] != getattr(config, name):
+            raise UserError(
+                f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or "
+                "give model.random=true for random weights"
+            )
+
+
+def with_each_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run in which `vary.layers: each` stands for the number of every layer of its model."""
+    if config["vary"].get("layers") != EACH:
+        return config
+    shape = shape_of(config["model"], find_model(config["model"], Path(config["out"]), make=False))
+    return {**config, "vary": {**config["vary"], "layers": [str(layer) for layer in range(shape["layers"])]}}
+
+
+def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
+    """Layers, width, heads, feed-forward width and vocabulary: the checkpoint's own, or the configuration's."""
+    if files.hugging_face is not None:
+        return files.hugging_face.shape
+    if not files.checkpoint.is_file():
+        return dict(config["shape"])
+    found = language_model_config(read_checkpoint(files.checkpoint), files.checkpoint)
+    return {
+        "layers": found.decoder_layers,
+        "width": found.decoder_embed_dim,
+        "heads": found.decoder_attention_heads,
+        "ffn": found.decoder_ffn_embed_dim,
+        "vocabulary": len(files.load_dictionary()),
+    }

@@ -1,0 +1,120 @@
+"""Cells -> the tasks that compute them, each with a key and what it needs; what is on disk is not among them.
+
+    prompts ----+--> zsl, icl, ft ----> cell
+    model   ----+
+
+An observation is a task of its own where several unfinished cells share it (ZSL by all seeds and methods, ICL by the
+methods of a seed); one that a single cell needs is made by that cell. Models are tasks where workers share them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fairseq_icl.replication.cells import Cell, Keys
+from fairseq_icl.replication.folders import ResultsFolder
+from fairseq_icl.training.methods import get_method, method_names
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work; a pure function of its key."""
+
+    key: str
+    kind: str
+    """prompts, model, zsl, icl, ft or cell."""
+    cell: Cell
+    needs: tuple[str, ...] = ()
+    """Keys of the tasks that come before it."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """An observation that a cell is computed from."""
+
+    key: str
+    cell: Cell
+    condition: str
+    """zsl, icl or ft."""
+
+
+def observations_of(cell: Cell, keys: Keys) -> list[Need]:
+    """The observations that the cell compares: ZSL, ICL, and a fine-tuned model (two, where a method compares two)."""
+    trained = [(cell.changed(method=name), "ft") for name in get_method(cell.method).trained]
+    wanted = ((cell, "zsl"), (cell, "icl"), *trained)
+    return [Need(keys.of(other, condition), other, condition) for other, condition in wanted]
+
+
+def limits_of(cell: Cell, keys: Keys) -> Need | None:
+    """`layer_clip_value: METHOD`: the fine-tuning by METHOD whose gradients limit those of the cell."""
+    value = cell.settings.layer_clip_value
+    if cell.settings.layer_clip == "none" or value not in method_names():
+        return None
+    other = cell.changed(method=value, layer_clip="none", layer_clip_value=None)
+    return Need(keys.of(other, "ft"), other, "ft")
+
+
+def graph_of(cells: Sequence[Cell], keys: Keys, folder: ResultsFolder, *, share_models: bool = False) -> list[Task]:
+    """The tasks of all cells (which are unfinished), in the order of the plan and every task after what it needs."""
+    uses = Counter(need.key for cell in cells for need in _awaited(cell, keys))
+    tasks: dict[str, Task] = {}
+
+    def add(kind: str, key: str, cell: Cell, needs: Sequence[str] = ()) -> str:
+        tasks.setdefault(key, Task(key, kind, cell, tuple(dict.fromkeys(needs))))
+        return key
+
+    def sources(cell: Cell) -> list[str]:
+        """Prompts and, where it is shared, the model."""
+        needed = [add("prompts", keys.of_prompts(cell), cell)]
+        return [*needed, add("model", keys.of_model(cell), cell)] if share_models else needed
+
+    def observe(need: Need) -> str:
+        limit = limits_of(need.cell, keys) if need.condition == "ft" else None
+        limited = [observe(limit)] if limit is not None and not folder.observation(limit.key).is_there else []
+        return add(need.condition, need.key, need.cell, [*sources(need.cell), *limited])
+
+    for cell in cells:
+        needs = sources(cell)
+        for need in _awaited(cell, keys):
+            limit = limits_of(need.cell, keys) if need.condition == "ft" else None
+            if folder.observation(need.key).is_there:
+                continue
+            if uses[need.key] > 1:
+                needs.append(observe(need))
+            elif limit is not None and not folder.observation(limit.key).is_there:
+                needs.append(observe(limit))
+        add("cell", keys.of(cell), cell, needs)
+    return list(tasks.values())
+
+
+def _awaited(cell: Cell, keys: Keys) -> list[Need]:
+    """The observations that another task may make: not a fine-tuned model that the cell itself watches learning."""
+    return observations_of(cell, keys)[: 2 if watches(cell) else None]
+
+
+def watches(cell: Cell) -> bool:
+    """Whether the cell looks at its model after every demonstration, and so fine-tunes it itself."""
+    return bool(cell.settings.curve_examples) and len(get_method(cell.method).trained) == 1
+
+
+def number_of_uses(graph: Sequence[Task]) -> Counter[str]:
+    """Key of a task -> how many others need it."""
+    return Counter(need for task in graph for need in task.needs)
+
+
+def kept_for(cells: Sequence[Cell], keys: Keys) -> dict[str, set[str]]:
+    """Key of an observation or of a model -> the keys of the cells that need it."""
+    kept: dict[str, set[str]] = {}
+    for cell in cells:
+        for key in _all_needs(cell, keys):
+            kept.setdefault(key, set()).add(keys.of(cell))
+    return kept
+
+
+def _all_needs(cell: Cell, keys: Keys) -> Iterator[str]:
+    """Its model, what it compares, and a fine-tuning whose gradients limit those of its own."""
+    yield keys.of_model(cell)
+    for need in observations_of(cell, keys):
+        yield need.key
+        if need.condition == "ft" and (limit := limits_of(need.cell, keys)) is not None:
+            yield limit.key

@@ -1,0 +1,287 @@
+"""The tidy table of results, its file with what made it written inside (Parquet, or CSV), and its provenance.
+
+One row per value. `example` is missing in means over examples, `layer` in values that are not of one layer; `low` and
+`high` are the 95 % bootstrap interval of a mean over examples. No file contains a time or a machine's name: the same
+run writes the same bytes. Nothing here needs torch or fairseq.
+"""
+
+import io
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fairseq_icl import __version__
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import reason_of, sha256_of, write_atomically
+from fairseq_icl.results.bootstrap import Estimate
+
+COLUMNS: dict[str, str] = {
+    "dataset": "str",
+    "seed": "int64",
+    "permutation": "int64",
+    "method": "str",
+    "init": "str",
+    "metric": "str",
+    "layer": "Int64",
+    "example": "Int64",
+    "value": "float64",
+    "low": "Float64",
+    "high": "Float64",
+}
+"""Columns of the table and their pandas types; those with a capital letter may be missing."""
+
+METADATA_KEY = b"fairseq_icl"
+CURVE_COLUMNS = ("demonstrations", "metric", "value", "low", "high")
+"""Columns of the curves over the demonstrations; training/dynamics.py makes them."""
+LENGTH_RATIO = "length_ratio_"
+"""Beginning of the name of what stands beside a cosine: how long its second vector is in units of the first."""
+CSV_COMMENT = "# fairseq_icl "
+VERSIONS_OF = ("torch", "numpy", "fairseq", "fairseq-fixed")
+
+
+def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str, Any]) -> None:
+    """Write the table and its provenance, completely or not at all: CSV if the name ends in .csv, else Parquet.
+
+    In a CSV file the provenance is the first line, a comment: pandas.read_csv(path, comment="#") skips it.
+    """
+    path = Path(path)
+    table = table[list(COLUMNS)].astype(COLUMNS)
+    if table["value"].isna().any():
+        raise ValueError("a table must not contain undefined values: leave the row out and count it")
+    described = json.dumps(provenance, sort_keys=True, default=str)
+    content = io.BytesIO()
+    if path.suffix == ".csv":
+        rows = table.to_csv(index=False, lineterminator="\n")
+        content.write(f"{CSV_COMMENT}{described}\n{rows}".encode())
+    else:
+        arrow = pa.Table.from_pandas(table, preserve_index=False)
+        arrow = arrow.replace_schema_metadata({METADATA_KEY: described.encode()})
+        pq.write_table(arrow, content, compression="zstd", write_page_checksum=True)
+    write_atomically(path, content.getbuffer())
+
+
+def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """(table, provenance) of a file that `write_results` wrote."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such results file")
+    try:
+        if path.suffix == ".csv":
+            first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+            described = first.removeprefix(CSV_COMMENT) if first.startswith(CSV_COMMENT) else None
+            table = pd.read_csv(io.StringIO(rest), dtype=COLUMNS, keep_default_na=False, na_values=_MISSING)
+        else:
+            arrow = _read_parquet(path)
+            described = (arrow.schema.metadata or {}).get(METADATA_KEY)
+            table = arrow.to_pandas()
+    except (pa.ArrowException, OSError, UnicodeDecodeError, pd.errors.ParserError, ValueError) as error:
+        raise UserError(f"{path}: not a results file, or damaged [{str(error).splitlines()[0]}]") from error
+    if described is None or list(table.columns) != list(COLUMNS):
+        raise UserError(f"{path}: not a results file of fairseq_icl")
+    return table.astype(COLUMNS), json.loads(described)
+
+
+def _read_parquet(path: Path, columns: Sequence[str] | None = None, rows: pc.Expression | None = None) -> pa.Table:
+    """The chosen columns and rows of a results file; what is not chosen stays on disk."""
+    try:
+        return pq.read_table(path, columns=columns, filters=rows, page_checksum_verification=True)
+    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: damaged, or not a file of results ({reason_of(error)})") from error
+
+
+def read_means(path: Path) -> pd.DataFrame:
+    """The means over examples in a results file: metric, layer, value, low, high."""
+    table = _read_parquet(path, ["metric", "layer", "value", "low", "high"], pc.field("example").is_null())
+    return table.to_pandas().astype({"layer": "Int64", "low": "float64", "high": "float64"})
+
+
+def read_examples(path: Path, metrics: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Metric -> values of single examples, a row an example and a column a layer (one column, -1, if it has none)."""
+    chosen = pc.field("metric").isin(list(metrics)) & pc.field("example").is_valid()
+    table = _read_parquet(path, ["metric", "layer", "example", "value"], chosen)
+    frame = table.set_column(1, "layer", pc.fill_null(table["layer"], -1)).to_pandas()
+    return {str(metric): _grid(rows) for metric, rows in frame.groupby("metric", sort=False)}
+
+
+def _grid(rows: pd.DataFrame) -> pd.DataFrame:
+    """(example, layer, value) rows -> a row an example, a column a layer."""
+    last, example = int(rows["layer"].max()), rows["example"].to_numpy(np.int64)
+    layers = np.arange(last + 1) if last >= 0 else np.array([-1])  # one that has no value has a column all the same
+    if len(rows) % len(layers) == 0 and (rows["layer"].to_numpy().reshape(-1, len(layers)) == layers).all():
+        # As it is written, unless some value is not defined: layers within examples.
+        values = rows["value"].to_numpy(np.float64).reshape(-1, len(layers))
+        return pd.DataFrame(values, example[:: len(layers)], layers)
+    return rows.pivot(index="example", columns="layer", values="value").reindex(columns=layers)
+
+
+_MISSING = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper()}
+
+
+def means(table: pd.DataFrame, layers: bool = False) -> pd.DataFrame:
+    """The rows that are means over examples and layers (or, with `layers`, the means of single layers), and counts."""
+    single_layer = table["layer"].notna()
+    return table[table["example"].isna() & (single_layer if layers else ~single_layer)]
+
+
+def provenance(
+    config: Mapping[str, Any],
+    checkpoints: Mapping[str, str | Path] | None = None,
+    *,
+    precision: str = "fp32",
+    device: Any = "cpu",
+) -> dict[str, Any]:
+    """What made a table: configuration, versions, commit, and the SHA-256 of each named checkpoint."""
+    return {
+        "config": dict(config),
+        "checkpoints": {name: sha256_of(path) for name, path in (checkpoints or {}).items()},
+        "versions": {"fairseq_icl": __version__, "python": platform.python_version(), **_versions()},
+        "machine": _machine(precision, device),
+        "git": _git_state(Path(__file__).parent.parent),
+    }
+
+
+def _machine(precision: str, device: Any) -> dict[str, Any]:
+    """What rounding depends on: threads, device and precision. Fine-tuning at the papers' rates amplifies rounding."""
+    torch = sys.modules.get("torch")  # where nothing was computed there is nothing to say
+    if torch is None:
+        return {}
+    from fairseq_icl.devices import describe_device
+
+    return {"threads": torch.get_num_threads(), **describe_device(device), "precision": precision}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # one of fairseq and fairseq-fixed is there, not both
+            continue
+    return found
+
+
+def _git_state(package: Path) -> dict[str, Any] | None:
+    """Commit of the package's repository and whether the package was changed since; None if it is not in one.
+
+    A package installed into someone else's repository (a .venv in it) is not tracked there: that commit is not ours.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_curve(path: Path, curve: pd.DataFrame) -> None:
+    """Write a curve over the demonstrations as Parquet."""
+    kinds = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
+    arrow = pa.Table.from_pandas(curve.astype(kinds), preserve_index=False)
+    write_atomically(path, lambda unfinished: pq.write_table(arrow, unfinished, write_page_checksum=True))
+
+
+def read_curve(path: Path) -> pd.DataFrame:
+    """What `write_curve` wrote."""
+    try:
+        return pq.read_table(path, columns=list(CURVE_COLUMNS), page_checksum_verification=True).to_pandas()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: damaged, or not a file of curves") from error
+
+
+def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -> str:
+    """Lines of cells, the first being the head, as text: columns padded to their widest cell.
+
+    The first `names` columns stand to the left, the others to the right; by default those to the left whose cells
+    below the head are text.
+    """
+    cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = [
+        column < names if names is not None else all(isinstance(line[column], str) for line in lines[1:])
+        for column in range(len(widths))
+    ]
+    padded = [
+        "  ".join(x.ljust(w) if at_left else x.rjust(w) for x, w, at_left in zip(line, widths, left, strict=True))
+        for line in cells
+    ]
+    return "\n".join(line.rstrip() for line in padded)
+
+
+NONE = -1  # stands for a missing layer or example until the table is made
+
+
+class Rows:
+    """Blocks of rows (metric, layer, example, value, low, high)."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def add_count(self, metric: str, count: float) -> None:
+        """A number of examples, cosines or tokens."""
+        self._add(metric, NONE, NONE, np.array([float(count)]))
+
+    def add_mean(self, metric: str, estimate: Estimate) -> None:
+        """The mean over examples (and layers)."""
+        self._add(metric, NONE, NONE, *(np.atleast_1d(part) for part in estimate))
+
+    def add_means(self, metric: str, estimate: Estimate) -> None:
+        """The mean over examples of each layer."""
+        self._add(metric, np.arange(len(estimate.value)), NONE, *estimate)
+
+    def add_examples(self, metric: str, examples: np.ndarray, values: np.ndarray, per_layer: bool = False) -> None:
+        """One row an example (n,) and column of values (n, layers)."""
+        layers = np.arange(values.shape[1]) if per_layer else np.array([NONE])
+        self._add(metric, np.tile(layers, len(examples)), np.repeat(examples, values.shape[1]), values.ravel())
+
+    def frame(self, **identity: str | int) -> pd.DataFrame:
+        """All rows as a table, with the same `identity` columns (dataset, seed, ...) in each, in front."""
+        sizes = [len(block[3]) for block in self.blocks]
+        names, *columns = map(list, zip(*self.blocks, strict=True))
+        self.blocks.clear()  # the parts of a column go as soon as it is joined: the table is the largest thing there is
+        layer, example, value, low, high = (np.concatenate(columns.pop(0)) for _ in range(5))
+        frame = pd.DataFrame(
+            {
+                "metric": np.repeat(np.array(names, dtype=object), sizes),
+                "layer": pd.array(layer, dtype="Int64"),
+                "example": pd.array(example, dtype="Int64"),
+                "value": value,
+                "low": pd.array(low, dtype="Float64"),
+                "high": pd.array(high, dtype="Float64"),
+            }
+        )
+        for name in ("layer", "example"):
+            frame.loc[frame[name] == NONE, name] = pd.NA
+        for place, (name, content) in enumerate(identity.items()):
+            frame.insert(place, name, content)
+        return frame
+
+    def _add(
+        self,
+        metric: str,
+        layer: np.ndarray | int,
+        example: np.ndarray | int,
+        value: np.ndarray,
+        low: np.ndarray | None = None,
+        high: np.ndarray | None = None,
+    ) -> None:
+        missing = np.full(len(value), np.nan)
+        low, high = missing if low is None else low, missing if high is None else high
+        columns = (np.broadcast_to(layer, value.shape), np.broadcast_to(example, value.shape), value, low, high)
+        defined = ~np.isnan(value)
+        if defined.any():
+            self.blocks.append((metric, *(column[defined] for column in columns)))
