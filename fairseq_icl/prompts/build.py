@@ -62,6 +62,8 @@ class FinetuningSequence:
     """Row in the training file, before shuffling."""
     tokens: Tokens
     scored: tuple[bool, ...]
+    label_length: int = 1
+    """How many of its last tokens are the label."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def finetuning_sequence(demonstration: Query, label: int, loss_on: str, start: T
     """What fine-tuning sees of a demonstration with that label, and which of its tokens carry the loss."""
     inputs, labels = demonstration.inputs[label], demonstration.labels[label]
     scored = (*[False] * len(start), *[loss_on == "all"] * len(inputs), *[True] * len(labels))
-    return FinetuningSequence(demonstration.row, (*start, *inputs, *labels), scored)
+    return FinetuningSequence(demonstration.row, (*start, *inputs, *labels), scored, len(labels))
 
 
 def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, missing_class: str) -> None:

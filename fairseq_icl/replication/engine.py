@@ -176,6 +176,8 @@ class Engine:
             described["command"] = self.command(cell)
             described["learns"] = choose_what_learns(self.base_model(cell, inputs).lm, cell.settings)
             described["lr_made_for"] = cell.lender or cell.model
+        elif get_method(cell.method).edit is not None:
+            described["learns"] = "no weight: states are edited"
         described["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
         described["metrics"] = foreign_metrics()
         made_by = provenance({}, precision=cell.settings.precision, device=cell.settings.device) | {

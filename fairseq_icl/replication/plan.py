@@ -278,6 +278,8 @@ def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tup
     """
     rates, lenders = {}, [""]
     for name in get_method(method).trained:
+        if not get_method(name).reads(SETTINGS["lr"]):
+            continue
         rate, lender = _learning_rate(config, facts, name)
         if rate is None:
             source = "model.learning_rates" if config["model"]["learning_rates"] else config["paper"]
