@@ -63,9 +63,7 @@ def decoder_of(model: Any) -> Any:
     return model.decoder
 
 
-def check_decoder(
-    decoder: Any, layers: str | None, point: str = "layer", what: str = "layer-causal training"
-) -> range:
+def check_decoder(decoder: Any, layers: str | None, point: str = "layer", what: str = "layer-causal training") -> range:
     """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
     head = decoder.output_projection
     if decoder.adaptive_softmax is not None or not isinstance(head, nn.Linear) or head.bias is not None:

@@ -6,19 +6,20 @@
     loss     sum_i CE( U( h_i + f_l(x_i) ), y_i ),    y_i the first token of the label, U final norm and unembedding
     e_i      - d loss / d h_i
 
-Nothing crosses layers: this is layer-causal descent (layer_causal.py) on a shallow function instead of on the model. A
-step of rate r on a matrix, f_l(x) = W x, is W <- W + r sum_i e_i x_i^T, in dual form f_l(x) <- f_l(x) + r sum_i e_i
-(x_i . x): linear attention to the demonstrations, with their errors as values (Dai et al. 2023, section 3). With a kernel
-in the place of the product it is descent in its function space (Cheng et al. 2024, arXiv 2312.06528). So every form is
+Nothing crosses layers: this is layer-causal descent (layer_causal.py) on a shallow function instead of on the model.
+A step of rate r on a matrix, f_l(x) = W x, is W <- W + r sum_i e_i x_i^T, in dual form f_l(x) <- f_l(x) + r sum_i e_i
+(x_i . x): linear attention to the demonstrations, with their errors as values (Dai et al. 2023, section 3). With a
+kernel in the place of the product it is descent in its function space (Cheng et al. 2024, arXiv 2312.06528). So every
+form is
 
     f_l(x) = sum_i k_i(x) c_i,      c_i (d) the sum of all r e_i so far,     k(x) (n) weights of the demonstrations
 
     linear           k_i(x) = x_i . x
     softmax          k_i(x) = share of exp(x_i . x / sqrt(d)) among the demonstrations: softmax attention to them
     rbf              k_i(x) = exp(-|x_i - x|^2 / 2 s^2), s^2 the median of |x_i - x_j|^2
-    preconditioned   k(x) = (b G + t I)^-1 (K(x_i, x))_i,  G the demonstrations' own K, b = (n+1)/n^2, t = tr G / n^2: with
-                     the product this is W <- W + r sum_i e_i x_i^T A, A = ((n+1)/n S + tr(S)/n I)^-1, S = mean of x x^T,
-                     the optimum of Ahn et al. (2023, arXiv 2306.00297, theorem 1) for the demonstrations' covariance
+    preconditioned   k(x) = (b G + t I)^-1 (K(x_i, x))_i, G the demonstrations' own K, b = (n+1)/n^2, t = tr G / n^2:
+                     with the product this is W <- W + r sum_i e_i x_i^T A, A = ((n+1)/n S + tr(S)/n I)^-1, S the mean
+                     of x x^T: the optimum of Ahn et al. (2023, arXiv 2306.00297, theorem 1) for this covariance
     gd++             after every step all inputs, and x with them, become (I - g S) x; g = 1 / largest eigenvalue of S
                      (von Oswald et al. 2023, arXiv 2212.07677; they tune g)
     ridge            c = (G + I / r)^-1 T, T_i the unembedding's row of y_i: least squares in closed form
@@ -107,7 +108,7 @@ def descend(
     `gammas`: inputs (L, n, d) -> gamma of each layer, (L,), which makes it gd++. `decay`: of f itself, each step, as
     ridge regression has it.
     """
-    layers, n, width = inputs.shape
+    n = inputs.size(1)
     made: list[Step] = []
     coefficients, base = torch.zeros_like(inputs), torch.zeros_like(inputs)  # base: f of the steps before
     for _ in range(steps):
@@ -172,7 +173,9 @@ def shallow_gd(model: Model, prompts: Prompts, settings: Settings) -> Shallow:
     decoder, rate = model.lm.decoder, float(settings.lr or 0.0)
     layers = check_decoder(decoder, settings.layers, what="shallow_gd")
     examples = demonstration_states(model, prompts, layers)
-    weigh = Weigh(settings.kernel if settings.shallow == "kernel" else "linear", settings.shallow_step == "preconditioned")
+    weigh = Weigh(
+        settings.kernel if settings.shallow == "kernel" else "linear", settings.shallow_step == "preconditioned"
+    )
     if settings.shallow == "ridge":
         if settings.shallow_step != "plain":
             raise UserError(f"shallow_step={settings.shallow_step}: shallow=ridge is in closed form; leave it out")

@@ -1,12 +1,12 @@
 """Task vectors and function vectors: the demonstrations as one vector, put into a model that does not see them.
 
-    task vector       the state of the last token of the ICL prompt with a dummy query, after layer l, takes the place of
-                      a query's own (Hendel et al. 2023, arXiv 2310.15916). The dummy is a row of the train split.
-    function vector   v = sum over some heads (l, h) of O_lh a_lh is added to the state after layer l; a_lh the mean output
-                      of the head at the last token of ICL prompts, O_lh its part of the output projection (Todd et al.
-                      2023, arXiv 2310.15213). The heads are those of the largest indirect effect:
+    task vector       the state of the last token of the ICL prompt with a dummy query, after layer l, takes the place
+                      of a query's own (Hendel et al. 2023, arXiv 2310.15916). The dummy is a row of the train split.
+    function vector   v = sum over some heads (l, h) of O_lh a_lh is added to the state after layer l; a_lh the mean
+                      output of the head at the last token of ICL prompts, O_lh its part of the output projection
+                      (Todd et al. 2023, arXiv 2310.15213). The heads are those of the largest indirect effect:
 
-    effect_lh = mean over prompts of  p(label | false labels, a_lh in the place of the head's output) - p(label | false labels)
+    effect_lh = mean over prompts of  p(label; a_lh in the place of the head's output) - p(label)
 
 with the prompt's demonstrations under labels of which so many are switched that they tell nothing. The layer l is the
 one after which labels of train rows, without demonstrations, are most likely. All of it happens at the last token of an
