@@ -12,9 +12,9 @@ import pandas as pd
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts.readers import DOUBTFUL
-from fairseq_icl.replication.artefacts import PlanFile, PlannedCell
+from fairseq_icl.replication.artefacts import CellFolder, PlanFile, PlannedCell
 from fairseq_icl.replication.configuration import FROM_PAPER
-from fairseq_icl.replication.folders import CellFolder, ResultsFolder
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import borrowed_rate
 from fairseq_icl.results import heatmap_matrix, step_size_matrix, whole_layer_matrix
 from fairseq_icl.settings import SETTINGS
