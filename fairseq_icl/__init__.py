@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fairseq_icl.observing.activations import Activations
     from fairseq_icl.observing.observation import Observation
     from fairseq_icl.prompts.build import Prompts
-    from fairseq_icl.replication.tidy import read_run
+    from fairseq_icl.replication.report.run import read_run
     from fairseq_icl.settings import Settings
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _PLACES = {
     "Prompts": "prompts.build",
     "Settings": "settings",
     "UserError": "errors",
-    "read_run": "replication.tidy",
+    "read_run": "replication.report.run",
 }
 """Where a public name is defined, if not in `api`."""
 

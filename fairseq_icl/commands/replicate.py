@@ -1,4 +1,4 @@
-"""`fairseq-icl replicate experiment=NAME ...`: plan a run, compute what is missing, report (help: arguments.py)."""
+"""`fairseq-icl replicate experiment=NAME ...`: plan a run, compute what is missing, report (help: command_line.py)."""
 
 import json
 import logging
@@ -9,13 +9,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fairseq_icl.commands.arguments import replicate
+from fairseq_icl.commands.command_line import replicate
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication.cells import Cell, Keys
-from fairseq_icl.replication.clusters import way_to_run
 from fairseq_icl.replication.configuration import (
     ClusterSettings,
     compose_configuration,
@@ -29,7 +28,7 @@ from fairseq_icl.replication.find_model import find_model, with_each_layer
 from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import borrowed_rates, data_folder, expand
 from fairseq_icl.replication.report.tables import check_tables
-from fairseq_icl.replication.run import engine_of, run, unfinished
+from fairseq_icl.replication.run import engine_of, run, unfinished, way_to_run
 from fairseq_icl.settings import SETTINGS
 
 HUB_DATA = "hub"

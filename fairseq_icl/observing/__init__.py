@@ -20,8 +20,7 @@ from fairseq_icl.models import Model
 from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.observing.activations import read_activations
-from fairseq_icl.observing.depth import inner_features, scores_by_depth, states_at
-from fairseq_icl.observing.last_layer import last_feed_forward_at
+from fairseq_icl.observing.layers import inner_features, last_feed_forward_at, scores_by_depth, states_at
 from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Gathering, Observation
 from fairseq_icl.observing.prefix import (
@@ -34,7 +33,8 @@ from fairseq_icl.observing.prefix import (
 )
 from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord, attention_modules
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 
 MAX_TOKENS = 1536
 """Rows that a batch gives to the matrix products: enough for their full speed on a processor (30 rows reach a third of

@@ -26,7 +26,7 @@ from fairseq_icl.models.attention import (
     rule_of,
     softmax_attention,
 )
-from fairseq_icl.observing.last_layer import last_feed_forward_at, only_at
+from fairseq_icl.observing.layers import last_feed_forward_at, only_at
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
 

@@ -34,8 +34,8 @@ from fairseq_icl.results import provenance
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.examples import most_disagreeing
 from fairseq_icl.settings import OF_TRAINING
-from fairseq_icl.training import Watch, fine_tuned
 from fairseq_icl.training.dynamics import Curve
+from fairseq_icl.training.fine_tuning import Watch, fine_tuned
 from fairseq_icl.training.methods import get_method, training_command, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns
 

@@ -13,8 +13,7 @@ from fairseq_icl.commands import datasets, doctor
 from fairseq_icl.prompts import Writing
 from fairseq_icl.prompts.build import build_prompts
 from fairseq_icl.prompts.catalogue import dataset_names, load_spec
-from fairseq_icl.prompts.readers import SPLITS, read_split
-from fairseq_icl.prompts.rows import compare_rows, hash_row, record_rows
+from fairseq_icl.prompts.readers import SPLITS, compare_rows, hash_row, read_split, record_rows
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import CHOICE, SENTIMENT, encode_words, spec_of, write_jsonl, write_sentiment
 
