@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fairseq_icl.api import build_prompts, compare, fine_tuned, load_model, observe, plot_layers
     from fairseq_icl.errors import UserError
     from fairseq_icl.models import Model
+    from fairseq_icl.observing.activations import Activations
     from fairseq_icl.observing.observation import Observation
     from fairseq_icl.prompts.build import Prompts
     from fairseq_icl.replication.report.run import read_run
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "Model",
     "Observation",
     "Prompts",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "Activations": "observing.activations",
     "Model": "models",
     "Observation": "observing.observation",
     "Prompts": "prompts.build",
