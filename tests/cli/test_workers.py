@@ -13,8 +13,8 @@ import pytest
 
 from fairseq_icl.commands.replicate import run_configuration
 from fairseq_icl.replication import engine
-from fairseq_icl.replication.clusters import threads_each
 from fairseq_icl.replication.configuration import ClusterSettings
+from fairseq_icl.replication.run import threads_each
 from tests.commands import BIN
 from tests.replication.toy_run import configuration, run, settings, tables
 from tests.world import World

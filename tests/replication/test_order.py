@@ -22,7 +22,7 @@ def ordered(world, tmp_path_factory):
 def test_fine_tuning_sees_the_order_of_the_prompt(world, tmp_path):
     cells = expand(configuration(world, tmp_path, *WORDS))
     assert {cell.settings.finetuning_order for cell in cells} == {"icl"}
-    assert sorted({cell.permutation for cell in cells}) == [0, 1, 5]
+    assert sorted({cell.settings.permutation for cell in cells}) == [0, 1, 5]
 
 
 def test_the_spread_of_fine_tuning_on_all_at_once_is_rounding(ordered):

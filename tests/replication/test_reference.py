@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication.folders import CellFolder
+from fairseq_icl.replication.artefacts import CellFolder
 from fairseq_icl.replication.report import Contents, write_report
 from fairseq_icl.replication.report.examples import MOST_BYTES, page_examples
 from fairseq_icl.replication.report.figures import clipping, gradient_norms, over_tasks, similarities

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fairseq_icl.criterions.icl_similarity import summary
-from fairseq_icl.models.perturbation import perturb
+from fairseq_icl.models.pretrained_lm import perturb
 from fairseq_icl.replication.report import Contents, html, markdown_page
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.stability import stability_tables

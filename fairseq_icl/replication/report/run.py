@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.rows import DOUBTFUL
-from fairseq_icl.replication.artefacts import PlanFile, PlannedCell
+from fairseq_icl.prompts.readers import DOUBTFUL
+from fairseq_icl.replication.artefacts import CellFolder, PlanFile, PlannedCell
 from fairseq_icl.replication.configuration import FROM_PAPER
-from fairseq_icl.replication.folders import CellFolder, ResultsFolder
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import borrowed_rate
 from fairseq_icl.results import heatmap_matrix, step_size_matrix, whole_layer_matrix
 from fairseq_icl.settings import SETTINGS
@@ -286,3 +286,25 @@ def steps_of(record: pd.DataFrame) -> pd.DataFrame:
             "gradient_norm": np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum()))),
         }
     )
+
+
+FIRST_COLUMNS = ["model", "dataset", "method", "init", "variant", "seed", "permutation"]
+LAST_COLUMNS = ["metric", "layer", "value", "low", "high", "key"]
+
+
+def read_run(folder: str | Path) -> pd.DataFrame:
+    """All finished cells of a results folder: a row for every cell, metric and layer (missing: over all layers).
+
+    Columns: model, dataset, method, init, variant, seed, permutation, k, lr, every other setting that differs between
+    cells, metric, layer, value (mean over examples), low, high (its 95 % interval), key (of the cell's folder).
+
+        run = fi.read_run("runs/demo")
+        run[(run.metric == "sim_aou") & run.layer.isna()].pivot_table("value", "k", "method").plot()
+    """
+    run = load_run(folder)
+    settings = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
+    cells = pd.DataFrame.from_dict(settings, orient="index", columns=list(SETTINGS)).rename_axis("key")
+    differing = [name for name in SETTINGS if cells[name].astype(str).nunique() > 1 and name not in FIRST_COLUMNS]
+    shown = list(dict.fromkeys(["num_demonstrations", "lr", *differing]))
+    values = run.values.assign(model=run.values["plain_model"]).merge(cells[shown].reset_index(), on="key")
+    return values[[*FIRST_COLUMNS, *shown, *LAST_COLUMNS]].rename(columns={"num_demonstrations": "k"})
