@@ -25,8 +25,8 @@ from fairseq_icl.models import Model
 from fairseq_icl.models.state_edits import Recorder, StateEdit
 from fairseq_icl.observing.prefix import extend_prefix, run_edited, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import attention_modules
-from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Prompts, Query, build_prompts
+from fairseq_icl.prompts.build import Prompts, build_prompts
+from fairseq_icl.prompts.encoding import Query, Tokens
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.layer_causal import parse_layers
 

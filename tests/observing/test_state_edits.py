@@ -10,7 +10,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.models.state_edits import Recorder, StateEdit
 from fairseq_icl.observing import Observation, Observer
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 from tests.models.tiny_transformers import tiny_decoder
 from tests.observing.tiny import as_model, make_prompts, make_queries, tiny_model
 

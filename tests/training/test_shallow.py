@@ -13,7 +13,8 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing.probe import attention_inputs, attention_outputs
-from fairseq_icl.prompts.build import FinetuningSequence, Prompts
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import FinetuningSequence
 from fairseq_icl.settings import Settings
 from fairseq_icl.theory.construction import gradient_step_layer, predict, random_regression
 from fairseq_icl.training.shallow import Shallow, Step, Weigh, demonstration_states, descend, ridge, shallow_gd
@@ -219,6 +220,15 @@ def test_a_rate_of_zero_is_zero_shot_to_the_bit_and_another_is_not(
         assert torch.equal(value, seen[0].tensors()[name]), name
     assert not torch.equal(zsl.option_logprobs, seen[1].option_logprobs)
     assert seen[1].method == "shallow_gd"
+
+
+def test_recorded_activations_are_those_of_the_edited_model(demo: tuple[Model, Prompts]):
+    model, prompts = demo
+    with fi.fine_tuned(model, prompts, "shallow_gd", lr=0.01) as tuned:
+        seen = fi.observe(tuned, prompts, limit=3)
+        recorded = fi.observe(tuned, prompts, limit=3, record="attention_output").activations
+    assert recorded is not None
+    torch.testing.assert_close(recorded.attention_output[:, :, 0], seen.attention_output, rtol=1e-4, atol=1e-4)
 
 
 def test_zero_steps_is_zero_shot_too():

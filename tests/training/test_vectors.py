@@ -12,7 +12,8 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.models.state_edits import Recorder
-from fairseq_icl.prompts.build import Prompts, Query
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query
 from fairseq_icl.training.vectors import (
     AtLayer,
     context_that_tells_nothing,
