@@ -21,12 +21,22 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
-from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric, shown_as
+from fairseq_icl.metrics import (
+    Calibration,
+    Observation,
+    Outcome,
+    Ranking,
+    Ratio,
+    Similarity,
+    default_names,
+    get_metric,
+    shown_as,
+)
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ratio, resampling_counts
+from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ece, bootstrap_ratio, resampling_counts
 from fairseq_icl.results.table import LENGTH_RATIO, Rows
 from fairseq_icl.settings import Settings
 
@@ -107,14 +117,15 @@ class Series:
     def __init__(self, name: str) -> None:
         self.name = name
         self.parts: list[tuple[np.ndarray, ...]] = []
-        self.is_ratio = self.is_ranking = self.is_per_layer = self.counts_zero_updates = False
+        self.is_ratio = self.is_ranking = self.is_calibration = self.is_per_layer = self.counts_zero_updates = False
 
     def append(self, example: Tensor, outcome: Outcome) -> None:
         """Take in a metric's outcome for examples (n,)."""
         zero_updates = None
-        if isinstance(outcome, Ratio | Ranking):
+        if isinstance(outcome, Ratio | Ranking | Calibration):
             numerator, denominator = (_columns(part) for part in outcome)
             self.is_ratio, self.is_ranking = isinstance(outcome, Ratio), isinstance(outcome, Ranking)
+            self.is_calibration = isinstance(outcome, Calibration)
             self.is_per_layer = self.is_ratio and outcome[0].ndim == 2
         else:
             if isinstance(outcome, Similarity):
@@ -134,6 +145,7 @@ class Series:
         self.parts += other.parts
         self.is_ratio |= other.is_ratio
         self.is_ranking |= other.is_ranking
+        self.is_calibration |= other.is_calibration
         self.is_per_layer |= other.is_per_layer
         self.counts_zero_updates |= other.counts_zero_updates
 
@@ -317,11 +329,15 @@ class Collector:
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""
-        if series.is_ranking:  # it has a value for all examples together only
+        if series.is_ranking or series.is_calibration:  # it has a value for all examples together only
             counts = resampling_counts(len(series.examples), self.seed)
-            area = bootstrap_auc(series.numerator, series.denominator > 0, counts)
-            rows.add_mean(name, area)
-            if np.isnan(area.value):
+            whole = (
+                bootstrap_auc(series.numerator, series.denominator > 0, counts)
+                if series.is_ranking
+                else bootstrap_ece(series.numerator[:, 0], series.denominator[:, 0], counts)
+            )
+            rows.add_mean(name, whole)
+            if np.isnan(whole.value):
                 rows.add_count(f"undefined_{name}", 1)
             return
         values = series.values  # (n, layers) or (n, 1)
