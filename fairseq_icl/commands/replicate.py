@@ -16,6 +16,7 @@ from fairseq_icl.fetching import HUB
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication.cells import Cell, Keys
 from fairseq_icl.replication.configuration import (
+    GRID,
     ClusterSettings,
     compose_configuration,
     each_of,
@@ -118,9 +119,9 @@ def with_fetched(config: dict[str, Any]) -> dict[str, Any]:
 
 def plan_of(config: dict[str, Any], cells: Sequence[Cell], keys: Keys) -> dict[str, Any]:
     """What the results folder remembers of a command."""
-    names = ("model", "init", "dataset", "method", "variant", "seed", "permutation")
     entries = [
-        {name: getattr(cell, name) for name in names}
+        {name: getattr(cell, name) for name in ("model", "dataset", "method", "variant")}
+        | {name: getattr(cell.settings, name) for name in GRID}
         | {"key": keys.of(cell), "settings": cell.changed_settings()}
         | {"prints": {name: text[:PRINTED] for name, text in keys.prints(cell).items() if name in ("model", "data")}}
         for cell in cells

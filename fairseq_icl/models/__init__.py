@@ -12,6 +12,7 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.models.files import ModelFiles, find_files
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.models.state_edits import StateEdit
 from fairseq_icl.prompts import Writing
 from fairseq_icl.settings import Settings
 
@@ -39,8 +40,10 @@ class Model:
     """Of its weights and of everything that it computes."""
     weights: Mapping[str, Tensor] | None = None
     """Values that stand in for the parameters of these names; None: the module's own."""
+    edit: StateEdit | None = None
+    """What is done to its states at the last token of a query's input, by a method that changes no weight."""
     method: str = "none"
-    """How it was fine-tuned; "none": not at all."""
+    """How it was fine-tuned, or its states are edited; "none": not at all."""
     training_queries: Mapping[int, Tensor] | None = None
     """Recorded in fine-tuning: row of the train file -> scaled query vectors (layers, tokens, width), BOS included."""
     gradients: pd.DataFrame | None = None
@@ -70,7 +73,8 @@ class Model:
 
     def under(self, weights: Mapping[str, Tensor] | None, method: str = "none") -> "Model":
         """The same model under other weights."""
-        return replace(self, weights=weights, method=method, training_queries=None, gradients=None, skipped_updates=0)
+        plain = replace(self, edit=None, training_queries=None, gradients=None, skipped_updates=0)
+        return replace(plain, weights=weights, method=method)
 
 
 def load_model(

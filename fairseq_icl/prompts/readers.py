@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,10 +262,6 @@ class RowRecord:
     sha256: str
     likeness: Likeness | None = None
     """How like those that the papers used, where that was looked at and something is known of them."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For files of results."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

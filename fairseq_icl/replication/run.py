@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from fairseq_icl.replication.cells import Cell, foreign_metrics
 from fairseq_icl.replication.configuration import LOCAL, QUEUES, SCHEDULER, ClusterSettings
 from fairseq_icl.replication.engine import Engine, Job, import_plugins
 from fairseq_icl.replication.folders import LOGS, ResultsFolder, StoreError
-from fairseq_icl.replication.graph import Task, graph_of, kept_for, number_of_uses
+from fairseq_icl.replication.graph import Task, graph_of, kept_for
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -78,7 +79,7 @@ def attempt(job: Job, task: Task, *needs: Outcome) -> Outcome:
 
 def in_this_process(job: Job, graph: Sequence[Task]) -> Iterator[Outcome]:
     """A plain loop: the order of the graph has everything after what it needs."""
-    left, found = number_of_uses(graph), dict[str, Outcome]()
+    left, found = Counter(need for task in graph for need in task.needs), dict[str, Outcome]()
     for task in graph:
         outcome = attempt(job, task, *(found[need] for need in task.needs))
         found[task.key] = outcome
@@ -106,7 +107,7 @@ def run(
     folder.sweep(alone=share == (1, 1))
     todo = unfinished(part_of(cells, *share), engine)
     for cell in todo:
-        folder.drop_cell(keys.of(cell))  # where it lacks a metric
+        folder.drop(keys.of(cell))  # where it lacks a metric
     graph = graph_of(todo, keys, folder, share_models=outcomes is not in_this_process)
     labels = {keys.of(cell): cell.label for cell in todo}
     waiting = kept_for(unfinished(cells, engine), keys)
@@ -125,8 +126,8 @@ def run(
                 folder.drop(key)
     if failures:
         first = next(iter(failures.values()))
-        told = f"{len(failures)} of {len(todo)} cells failed, the others are stored; {first}"
-        raise UserError(first if len(failures) == len(todo) else told)
+        some = f"{len(failures)} of {len(todo)} cells failed, the others are stored; {first}"
+        raise UserError(first if len(failures) == len(todo) else some)
 
 
 def part_of(cells: Sequence[Cell], number: int, parts: int) -> list[Cell]:
@@ -169,13 +170,13 @@ def by_dask(
     if not graph:
         return
     by_key = {task.key: task for task in graph}
-    left = number_of_uses(graph)
+    left = Counter(need for task in graph for need in task.needs)
     with client_of(workers, cluster, job.out / LOGS, say) as client:
         futures: dict[str, Future] = {}
-        for place, task in enumerate(graph):
+        for number, task in enumerate(graph):
             needs = [futures[need] for need in task.needs]
             # In the order of the plan: neighbours share the model that a worker has loaded.
-            futures[task.key] = client.submit(attempt, job, task, *needs, key=task.key, priority=-place)
+            futures[task.key] = client.submit(attempt, job, task, *needs, key=task.key, priority=-number)
         for future in as_completed([futures[task.key] for task in graph if task.kind != "prompts"]):
             task = by_key[future.key]
             yield _outcome_of(future)
@@ -192,8 +193,8 @@ def _outcome_of(future: "Future") -> Outcome:
         outcome: Outcome = future.result()
         return outcome
     except KilledWorker:
-        said = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
-        return Outcome(str(future.key), failure=said)
+        reason = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
+        return Outcome(str(future.key), failure=reason)
 
 
 @contextmanager
@@ -202,7 +203,8 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
     import dask
     from distributed import Client, LocalCluster
 
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    for name in ("distributed", "distributed.client", "tornado.application"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     threads = threads_each(workers if cluster.kind == LOCAL else 1, cluster)
     variables = {f"{name}_NUM_THREADS": threads for name in ("OMP", "MKL", "OPENBLAS")}
     with ExitStack() as opened, dask.config.set({"distributed.nanny.pre-spawn-environ": variables}):
@@ -216,7 +218,7 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
         else:
             queue = opened.enter_context(_jobs(cluster, logs))
             client = opened.enter_context(Client(queue))
-            queue.adapt(minimum_jobs=cluster.jobs, maximum_jobs=cluster.jobs)
+            _submit(queue, cluster)
             say(f"waiting for the first of {cluster.jobs} jobs; their scripts are like this:\n{queue.job_script()}")
         say(f"Dask's dashboard: {client.dashboard_link}")
         if cluster.kind == LOCAL and torch.cuda.device_count() > 1:
@@ -247,6 +249,8 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     name, command = QUEUES[cluster.kind]
     if shutil.which(command) is None:
         raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")
+    if len(str(logs).split()) > 1:
+        raise UserError(f"out={logs.parent}: job scripts cannot name a folder with blanks; choose another for cluster=")
     minutes = cluster.walltime
     margin = min(5.0, minutes / 4)
     lifetime = ["--lifetime", f"{60 * (minutes - margin):.0f}s", "--lifetime-stagger", f"{30 * margin:.0f}s"]
@@ -272,11 +276,29 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
         raise UserError(f"cluster={cluster.kind}: dask-jobqueue refuses these options ({error})") from error
 
 
+def _submit(queue: Any, cluster: ClusterSettings) -> None:
+    """Submit the jobs once in plain sight (`adapt` tries again and again in silence), then keep their number."""
+    from distributed.core import Status
+
+    async def submitted() -> None:
+        queue.scale(jobs=cluster.jobs)
+        await queue._correct_state()  # what scale() asks for, and then lets nobody see the end of
+
+    try:
+        queue.sync(submitted)
+    except RuntimeError as error:  # holds the submitting command's stderr, after a line "stderr:"
+        for job in queue.workers.values():
+            job.status = Status.failed  # without it Dask does not close
+        words = str(error).partition("stderr:")[2].strip() or str(error)
+        raise UserError(f"cluster={cluster.kind}: no job could be submitted ({' '.join(words.split())})") from error
+    queue.adapt(minimum_jobs=cluster.jobs, maximum_jobs=cluster.jobs)
+
+
 def threads_each(count: int, cluster: ClusterSettings) -> int:
     """Threads of each process: what OMP_NUM_THREADS says, else an equal part of this machine or a job's processors."""
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    if said.isdigit() and int(said):
-        return int(said)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
     return max(1, len(os.sched_getaffinity(0)) // count) if cluster.kind == LOCAL else cluster.cpus
 
 
