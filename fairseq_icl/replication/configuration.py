@@ -277,6 +277,7 @@ class RunConfiguration(Typed):
     vary: dict[Any, Any]
     audit: bool
     plain: bool
+    search_rounds: int = Field(ge=0, le=100)
     skip: list[Any]
     published_settings: dict[Any, Any]
     tables: list[Any]

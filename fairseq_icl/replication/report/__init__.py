@@ -12,6 +12,7 @@ from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
 from fairseq_icl.replication.report.claims import Verdict, verdicts
 from fairseq_icl.replication.report.controls import data_tables
+from fairseq_icl.replication.report.displacement import displacement_tables
 from fairseq_icl.replication.report.order import order_tables
 from fairseq_icl.replication.report.rates import rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run
@@ -31,6 +32,7 @@ COMPARISONS = (
     order_tables,
     trajectory_tables,
     rate_tables,
+    displacement_tables,
     data_tables,
 )
 """What makes tables besides the papers' own: functions run -> tables."""

@@ -10,9 +10,11 @@ from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report.charts import Chart, Panel, Series, curves, line_series
 from fairseq_icl.replication.report.controls import against_length, random_updates
 from fairseq_icl.replication.report.depth import accuracy_by_depth, short_circuits
+from fairseq_icl.replication.report.displacement import displacement_figures
 from fairseq_icl.replication.report.dynamics import dynamics
 from fairseq_icl.replication.report.order import accuracy_by_order
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_gradients, authors_runs
+from fairseq_icl.replication.report.rates import rate_figures
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.steps import step_figures
 
@@ -324,6 +326,8 @@ FIGURES = (
     gradient_norms,
     clipping,
     accuracy_by_k,
+    rate_figures,
+    displacement_figures,
     learning_rates,
     switched_labels,
     against_length,

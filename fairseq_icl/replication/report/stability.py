@@ -57,11 +57,11 @@ def _by_metric(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def _entries(measured: pd.DataFrame, scale: float) -> tuple[Entry, ...]:
     runs, keys = len(measured), tuple(measured["key"])
     half = ((measured["high"] - measured["low"]) / 2).mean()
-    spreads = (_pooled(measured, ["seed", "permutation"]), _pooled(measured, ["draw"]))
+    spreads = (pooled(measured, ["seed", "permutation"]), pooled(measured, ["draw"]))
     numbers = (measured["value"].mean(), *spreads, half)
     return tuple(Entry(None if np.isnan(x) else float(x) * scale, runs=runs, keys=keys) for x in numbers)
 
 
-def _pooled(measured: pd.DataFrame, by: list[str]) -> float:
+def pooled(measured: pd.DataFrame, by: list[str]) -> float:
     """Root of the mean variance within the groups; NaN if no group has two values."""
     return float(np.sqrt(measured.groupby(by)["value"].var().mean()))
