@@ -27,7 +27,7 @@ from fairseq_icl.prompts.catalogue import find_spec
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.drawing import layers_figure
 from fairseq_icl.settings import Settings
-from fairseq_icl.training import fine_tuned
+from fairseq_icl.training.fine_tuning import fine_tuned
 
 __all__ = ["build_prompts", "compare", "fine_tuned", "load_model", "observe", "plot_layers"]
 

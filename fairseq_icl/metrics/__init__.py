@@ -214,8 +214,6 @@ def _load_entry_points() -> None:
 from fairseq_icl.metrics import (  # noqa: E402
     attention_maps,
     attention_outputs,
-    depth,
-    output_distributions,
     predictions,
     training_attention,
     weight_space,

@@ -8,7 +8,7 @@ Every number of the package that is read off a model passes through `Observer`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
-from fairseq_icl.observing.depth import inner_features, scores_by_depth, states_at
-from fairseq_icl.observing.last_layer import last_feed_forward_at
+from fairseq_icl.observing.activations import read_activations
+from fairseq_icl.observing.layers import inner_features, last_feed_forward_at, scores_by_depth, states_at
 from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Gathering, Observation
 from fairseq_icl.observing.prefix import (
@@ -33,7 +33,8 @@ from fairseq_icl.observing.prefix import (
 )
 from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord, attention_modules
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
 
@@ -48,25 +49,49 @@ Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
 
 
 def observe(
-    model: Model, prompts: Prompts, *, in_context: bool = False, progress: bool = False, limit: int | None = None
+    model: Model,
+    prompts: Prompts,
+    *,
+    in_context: bool = False,
+    progress: bool = False,
+    limit: int | None = None,
+    positions: Literal["all"] | Sequence[int] | None = None,
+    record: str | Sequence[str] = (),
 ) -> Observation:
     """What `model` shows on every query of `prompts`, in their order.
 
-    **Arguments**
-    - `model`: of `load_model`, or the fine-tuned one of `fine_tuned`.
-    - `prompts`: of `build_prompts`; `prompts.settings.position` says which token's activations are recorded.
-    - `in_context`: after the demonstrations (ICL); otherwise after BOS alone. Either runs once for all queries, as do
-      the tokens that all queries begin with.
-    - `progress`: show a progress bar.
-    - `limit`: only the first so many queries.
+    Args:
+        model: Of `load_model`, or the fine-tuned one of `fine_tuned`.
+        prompts: Of `build_prompts`; `prompts.settings.position` says which token's activations are recorded.
+        in_context: After the demonstrations (ICL); otherwise after BOS alone. Either runs once for all queries, as do
+            the tokens that all queries begin with.
+        progress: Show a progress bar.
+        limit: Only the first so many queries.
+        positions: Also record these tokens of each prompt: `"all"`, or numbers from 0 (BOS), or from -1 back (the token
+            that is observed anyway). Each prompt then runs a second time, whole; at most 2 GiB.
+        record: What of them, one or several of "attention_output" (the default), "residual", "mlp", "heads" and
+            "scores": the arrays of `Activations`.
 
-    **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a
-    temporary file that goes with it, so memory grows little with n.
+    Returns:
+        An observation of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a temporary
+            file that goes with it, so memory grows little with n. What `positions` and `record` asked for is its
+            `activations`.
+
+    Example:
+        ```python
+        zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
+        icl.attention_output  # (n, layers, width), of one token
+        some = fi.observe(model, prompts, in_context=True, limit=4, positions="all", record=("residual", "scores"))
+        some.activations.residual  # (4, layers + 1, tokens, width)
+        ```
     """
     queries = prompts.queries[:limit]
     if not queries:
         raise UserError(f"limit={limit}: there is no query to observe; give at least 1")
-    return observe_all(Observer(model, prompts, in_context=in_context), queries, progress)
+    asked = positions is not None or bool(record)
+    activations = read_activations(model, prompts, queries, in_context, positions, record) if asked else None
+    seen = observe_all(Observer(model, prompts, in_context=in_context), queries, progress)
+    return seen if activations is None else replace(seen, activations=activations)
 
 
 def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool = False) -> Observation:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 
 MAX_TOKENS = 1536
 """Rows that a batch gives to the matrix products: enough for their full speed on a processor (30 rows reach a third of
@@ -124,13 +124,13 @@ class Layout:
         return scores.masked_fill(options >= self.num_options[:, None], -torch.inf)
 
 
-def filled_up(sequences: Sequence[Sequence[int]]) -> Tensor:
+def filled_up(sequences: Sequence[Sequence[int]], filling: int = 0) -> Tensor:
     """Sequences filled up on the right: (B, T).
 
-    The filling is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
+    That of what runs is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
     without padding symbols fairseq builds no padding mask.
     """
-    filled = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
+    filled = torch.full((len(sequences), max(map(len, sequences))), filling, dtype=torch.long)
     for row, sequence in zip(filled, sequences, strict=True):
         row[: len(sequence)] = torch.tensor(sequence)
     return filled
@@ -143,7 +143,7 @@ def sequences_of(query: Query, position: str) -> list[Tokens]:
     is not run by itself, so labels of one token need a single sequence, and long labels share what they have in common.
     """
     needed = {tokens + label[:-1] for tokens, label in zip(query.inputs, query.labels, strict=True)}
-    ordered = sorted(needed | {_recorded(query, position)})
+    ordered = sorted(needed | {recorded_tokens(query, position)})
     # In this order a sequence stands right before the first one that begins with it.
     following = [*ordered[1:], ()]
     return [one for one, after in zip(ordered, following, strict=True) if after[: len(one)] != one]
@@ -162,7 +162,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
             )
         own, first = sequences_of(query, position), len(sequences)
         sequences += own
-        shown = _recorded(query, position)
+        shown = recorded_tokens(query, position)
         recorded.append((first + bisect_left(own, shown), len(shown) - 1))
         for option, (tokens, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
             for offset, token in enumerate(label):
@@ -188,7 +188,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
     )
 
 
-def _recorded(query: Query, position: str) -> Tokens:
+def recorded_tokens(query: Query, position: str) -> Tokens:
     """The tokens up to the one of which activations are recorded."""
     option = query.gold if position == "gold" else 0
     return query.inputs[option] + (() if position == "query" else query.labels[option])

@@ -26,7 +26,7 @@ from fairseq_icl.models.attention import (
     rule_of,
     softmax_attention,
 )
-from fairseq_icl.observing.last_layer import last_feed_forward_at, only_at
+from fairseq_icl.observing.layers import last_feed_forward_at, only_at
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
 
@@ -132,8 +132,12 @@ def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor]
     tokens at which the last layer's output projection runs.
     """
     tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
+
+    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
+
     with (
-        _replaced_attention(decoder, attend),
+        replaced_attention(decoder, stand_in),
         positions_from(decoder, packed.position + start),
         nullcontext() if read is None else _last_projection_at(decoder, read),
     ):
@@ -276,15 +280,11 @@ def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `attend(layer, rule, query, key, value, sinks)`, (N, H, D) each, stand in for attention while a pass runs."""
+def replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend(layer, rule, query, key, value, sinks)`, (B, H, T, D) each, stand in for attention for a pass."""
     modules = attention_modules(decoder)
-
-    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
-
     for layer, module in enumerate(modules):
-        seam_of(module).stand_in = partial(stand_in, layer)
+        seam_of(module).stand_in = partial(attend, layer)
     plain = [module for module in modules if isinstance(module, MultiheadAttention)]
     try:
         with replaced_forward({module: partial(_stepwise, module) for module in plain}):

@@ -50,21 +50,6 @@ class Cell:
     """The model that the learning rate was made for, where it is another one."""
 
     @property
-    def init(self) -> str:
-        """What is kept of the checkpoint."""
-        return self.settings.init
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return self.settings.seed
-
-    @property
-    def permutation(self) -> int:
-        """Index of the permutation of the demonstrations."""
-        return self.settings.permutation
-
-    @property
     def spec(self) -> DatasetSpec:
         """What the dataset's YAML says."""
         return load_spec(self.source or self.dataset)
@@ -72,8 +57,9 @@ class Cell:
     @property
     def label(self) -> str:
         """The cell in one line, for progress and errors."""
-        run = f"seed {self.seed} permutation {self.permutation}"
-        return f"{self.model} {self.init} {self.dataset} {run} {self.method}{self.variant and f' [{self.variant}]'}"
+        init, seed, permutation = self.settings.init, self.settings.seed, self.settings.permutation
+        run = f"{self.model} {init} {self.dataset} seed {seed} permutation {permutation}"
+        return f"{run} {self.method}{self.variant and f' [{self.variant}]'}"
 
     def changed(self, *, method: str | None = None, **settings: Any) -> "Cell":
         """The cell with another method or other settings."""

@@ -325,7 +325,7 @@ def counted(cells: Sequence[Cell], todo: Sequence[Cell]) -> str:
 
     def place(cell: Cell) -> tuple[str, ...]:
         said = ("" if values[cell][name] is None else str(values[cell][name]) for name in names)
-        return cell.init, cell.dataset, cell.method, *said
+        return cell.settings.init, cell.dataset, cell.method, *said
 
     planned, left = Counter(map(place, cells)), Counter(map(place, todo))
     rows: list[tuple[Any, ...]] = [("init", "dataset", "method", *names, "cells", "to do")]

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 import fairseq_icl as fi
-from fairseq_icl.prompts.build import finetuning_sequence
+from fairseq_icl.prompts.encoding import finetuning_sequence
 from fairseq_icl.replication.report.claims import verdicts
 from fairseq_icl.replication.report.displacement import (
     COSINES,

@@ -14,7 +14,7 @@ import pandas as pd
 from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report.charts import Chart, Panel, Series
 from fairseq_icl.replication.report.rates import choose_rates
-from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import Entry, Table
 from fairseq_icl.results import LENGTH_RATIO
 
@@ -37,7 +37,7 @@ def sweeps(run: Run, model: str) -> pd.DataFrame:
     place = ["dataset", "init", "method", "seed", "permutation", "variant", "key"]
     table = values.pivot_table(index=place, columns="metric", values="value", sort=False).reset_index()
     if not {RATIO, *COSINES} <= set(table):
-        return pd.DataFrame(columns=[*LINE, "size", *place, RATIO, *COSINES])
+        return pd.DataFrame(columns=[*place, "by", "size", RATIO, *COSINES])
     settings = [run.configurations[key]["cell"]["settings"] for key in table["key"]]
     by = ["lr" if said.get("layer_step_size") is None else "layer_step_size" for said in settings]
     table = table.assign(by=by, size=[said[name] for said, name in zip(settings, by, strict=True)])
@@ -65,6 +65,7 @@ def at_equal_length(cells: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=[*LINE, "seed", "permutation", "size", *COSINES])
 
 
+@needs(metrics=[RATIO], differing=SWEPT)
 def displacement_tables(run: Run) -> list[Table]:
     """One table a model with sweeps: a row a dataset and method, at equal length and at the method's own rate."""
     tables = []
@@ -101,6 +102,7 @@ def _entry(cells: pd.DataFrame, name: str, line: pd.DataFrame) -> Entry:
     return Entry(float(values.mean()) if len(values) else None, sd, runs=len(values), keys=keys)
 
 
+@needs(metrics=[RATIO], differing=SWEPT)
 def displacement_figures(run: Run, model: str) -> Iterator[Chart]:
     """SimAOU against the length ratio: a panel a dataset, a line a method and init, a point a rate or size of steps."""
     cells = sweeps(run, model)

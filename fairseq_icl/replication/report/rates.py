@@ -16,11 +16,13 @@ import pandas as pd
 import yaml
 
 from fairseq_icl.files import write_atomically
-from fairseq_icl.replication.report.charts import Chart, Panel, Series, line_series
-from fairseq_icl.replication.report.run import Run
-from fairseq_icl.replication.report.stability import pooled
+from fairseq_icl.replication.report.charts import Chart, Panel, Series
+from fairseq_icl.replication.report.experiments import pooled
+from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import Entry, Table
 
+SEARCHED = "queries=train"
+"""The setting by which cells of a search are known."""
 LABELS, TEXT = "log_likelihood_ft", "demonstration_log_likelihood_ft"
 """The criterion, and the fine-tuning loss (negated), which counts every token of the demonstration."""
 OUTCOMES = (LABELS, "auc_ft")
@@ -141,6 +143,7 @@ def next_steps(run: Run, keys: Collection[str]) -> list[tuple[str, str, dict[str
     return steps
 
 
+@needs(settings=[SEARCHED])
 def rate_tables(run: Run) -> list[Table]:
     """One table a model: both likelihoods under every rate with the best one, and the spread by rounding."""
     choices = choose_rates(run)
@@ -176,16 +179,17 @@ def _rows(choice: Choice, rates: list[float]) -> Iterator[tuple[str, tuple[Entry
         yield f"{choice.dataset}: {choice.method}, {label}", (*entries, Entry(best))
 
 
+@needs(settings=[SEARCHED])
 def rate_figures(run: Run, model: str) -> Iterator[Chart]:
     """The likelihood of labels, and that of the text, against the learning rate, with the best rate of each."""
     choices = [choice for choice in choose_rates(run) if choice.model == model]
     for name, words in ((LABELS, "labels that were not trained on"), (TEXT, "rows that were not trained on")):
         panels: dict[str, list[Series]] = {}
         for choice in choices:
-            curve = choice.tried.rename(columns={name: "mean", f"{name} sd": "sd"}).rename_axis("lr").reset_index()
             tags = {"method": choice.method, "dataset": choice.dataset}
             best = choice.rate if name == LABELS else choice.by_text
-            points = [line_series(choice.method, curve.dropna(subset="mean"), "lr", **tags)]
+            curve = choice.tried[[name, f"{name} sd"]].astype(float).dropna(subset=[name])
+            points = [Series(choice.method, list(curve.index), list(curve[name]), list(curve[f"{name} sd"]), tags)]
             if best is not None:
                 top = float(choice.tried.loc[best, name])
                 points.append(Series(f"{choice.method}, best", [best], [top], tags=tags))
