@@ -266,6 +266,8 @@ def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tup
     rates, lenders = {}, [""]
     for name in get_method(method).trained:
         known, published, lender = get_method(name), facts.learning_rate, ""
+        if not known.reads(SETTINGS["lr"]):
+            continue
         rate = known.settings.get("lr", config["lr"])  # what the user says
         if rate is None:  # what model or paper say of this method, else the method's own, else the paper's
             rate = published.get(name) if isinstance(published, Mapping) else published if known.lr is None else None

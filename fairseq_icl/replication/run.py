@@ -203,7 +203,8 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
     import dask
     from distributed import Client, LocalCluster
 
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    for name in ("distributed", "distributed.client", "tornado.application"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     threads = threads_each(workers if cluster.kind == LOCAL else 1, cluster)
     variables = {f"{name}_NUM_THREADS": threads for name in ("OMP", "MKL", "OPENBLAS")}
     with ExitStack() as opened, dask.config.set({"distributed.nanny.pre-spawn-environ": variables}):
@@ -217,7 +218,7 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
         else:
             queue = opened.enter_context(_jobs(cluster, logs))
             client = opened.enter_context(Client(queue))
-            queue.adapt(minimum_jobs=cluster.jobs, maximum_jobs=cluster.jobs)
+            _submit(queue, cluster)
             say(f"waiting for the first of {cluster.jobs} jobs; their scripts are like this:\n{queue.job_script()}")
         say(f"Dask's dashboard: {client.dashboard_link}")
         if cluster.kind == LOCAL and torch.cuda.device_count() > 1:
@@ -248,6 +249,8 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     name, command = QUEUES[cluster.kind]
     if shutil.which(command) is None:
         raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")
+    if len(str(logs).split()) > 1:
+        raise UserError(f"out={logs.parent}: job scripts cannot name a folder with blanks; choose another for cluster=")
     minutes = cluster.walltime
     margin = min(5.0, minutes / 4)
     lifetime = ["--lifetime", f"{60 * (minutes - margin):.0f}s", "--lifetime-stagger", f"{30 * margin:.0f}s"]
@@ -271,6 +274,24 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
         return getattr(dask_jobqueue, name)(**given)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"cluster={cluster.kind}: dask-jobqueue refuses these options ({error})") from error
+
+
+def _submit(queue: Any, cluster: ClusterSettings) -> None:
+    """Submit the jobs once in plain sight (`adapt` tries again and again in silence), then keep their number."""
+    from distributed.core import Status
+
+    async def submitted() -> None:
+        queue.scale(jobs=cluster.jobs)
+        await queue._correct_state()  # what scale() asks for, and then lets nobody see the end of
+
+    try:
+        queue.sync(submitted)
+    except RuntimeError as error:  # holds the submitting command's stderr, after a line "stderr:"
+        for job in queue.workers.values():
+            job.status = Status.failed  # without it Dask does not close
+        words = str(error).partition("stderr:")[2].strip() or str(error)
+        raise UserError(f"cluster={cluster.kind}: no job could be submitted ({' '.join(words.split())})") from error
+    queue.adapt(minimum_jobs=cluster.jobs, maximum_jobs=cluster.jobs)
 
 
 def threads_each(count: int, cluster: ClusterSettings) -> int:
