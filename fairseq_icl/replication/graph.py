@@ -94,7 +94,7 @@ def _awaited(cell: Cell, keys: Keys) -> list[Need]:
 
 def watches(cell: Cell) -> bool:
     """Whether the cell looks at its model after every demonstration, and so fine-tunes it itself."""
-    return bool(cell.settings.curve_examples) and len(get_method(cell.method).trained) == 1
+    return bool(cell.settings.curve_examples) and get_method(cell.method).trains
 
 
 def kept_for(cells: Sequence[Cell], keys: Keys) -> dict[str, set[str]]:
