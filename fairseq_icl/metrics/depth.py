@@ -4,7 +4,6 @@ s = score of each option after each layer, (n, L, C): the logit lens on the resi
 itself, so the last value of `accuracy_by_depth_icl` is `accuracy_icl`.
 """
 
-import torch
 from torch import Tensor
 
 from fairseq_icl.metrics import Observation, metric_of_each
@@ -16,16 +15,22 @@ READS = ("depth_scores",)
 @metric_of_each("accuracy_by_depth", unit="percent", reads=READS)
 def accuracy_by_depth(observation: Observation) -> Tensor:
     """1 where argmax_c s[l, c] is the gold label, else 0. (n, L)"""
-    best = torch.from_numpy(_scores(observation).numpy().argmax(axis=-1))  # numpy promises the first one on ties
-    return (best == observation.gold[:, None]).double()
+    scores = _scores(observation)
+    is_best = scores == scores.amax(-1, keepdim=True)
+    best = is_best.double().cumsum(-1).eq(1).logical_and(is_best)  # (n, L, C): of several best ones the first
+    return best.gather(2, _gold(observation, scores.size(1)))[..., 0].double()
 
 
 @metric_of_each("logprob_by_depth", unit="nats", reads=READS)
 def logprob_by_depth(observation: Observation) -> Tensor:
     """log softmax_c(s[l])[gold]: log-probability of the gold label among the options, in nats. (n, L)"""
     logprobs = log_shares(_scores(observation))  # (n, L, C)
-    gold = observation.gold[:, None, None].expand(-1, logprobs.size(1), 1)
-    return logprobs.gather(2, gold)[..., 0]
+    return logprobs.gather(2, _gold(observation, logprobs.size(1)))[..., 0]
+
+
+def _gold(observation: Observation, layers: int) -> Tensor:
+    """(n, L, 1)"""
+    return observation.gold[:, None, None].expand(-1, layers, 1)
 
 
 def _scores(observation: Observation) -> Tensor:

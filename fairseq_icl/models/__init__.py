@@ -17,9 +17,6 @@ from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
 
-SPREAD = "auto"
-"""The device that stands for all GPUs of a machine together."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -99,8 +96,8 @@ def load_model(
     - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
       text at white space. A Hugging Face folder brings its own.
     - `tokenizer`: folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
-    - `device`: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. "auto" spreads a Hugging
-      Face folder over all GPUs (accelerate).
+    - `device`: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. A model runs on
+      one device: it is not spread over several.
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
     settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)
@@ -109,13 +106,9 @@ def load_model(
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
+    where = choose_device(device or settings.device)
     with within_memory("loading the model"):
-        if device == SPREAD:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings, device_map=SPREAD)
-        else:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(
-                choose_device(device or settings.device)
-            )
+        lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(where)
     return Model(lm.eval(), files, *facts_of(settings))
 
 

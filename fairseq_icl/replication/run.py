@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
+from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.cells import Cell, foreign_metrics
 from fairseq_icl.replication.engine import Engine, Job, import_plugins
@@ -54,7 +55,7 @@ def attempt(job: Job, task: Task, *needs: Outcome) -> Outcome:
     if failed is not None:
         return replace(failed, key=task.key)
     try:
-        with _one_at_a_time:
+        with _one_at_a_time, within_memory("running a cell"):
             return Outcome(task.key, engine_of(job).perform(task, {need.key: need.value for need in needs}))
     except UserError as error:
         return Outcome(task.key, failure=str(error), is_fatal=isinstance(error, StoreError))
