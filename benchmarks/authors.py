@@ -21,7 +21,7 @@ from torch import Tensor
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing.prefix import positions_from
 from fairseq_icl.prompts import BOS, PAD
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 
 AuthorsRecord = dict[str, Any]
 """What one query left in one setting: a line of JSON."""

@@ -77,7 +77,7 @@ class DecoderSizes:
     def forward(self, rows: int, scores: float, layers: int | None = None, read: int | None = None) -> Work:
         """A pass of `rows` tokens that look at `scores` tokens in all: 2 rows weights + 4 scores attention a layer.
 
-        `read`: the last layer's feed-forward block runs at so many of them only (observing/last_layer.py), its
+        `read`: the last layer's feed-forward block runs at so many of them only (observing/layers.py), its
         attention and output projection there and at as many more, whose activations are recorded (observing/prefix.py).
         """
         layers = self.layers if layers is None else layers

@@ -19,7 +19,7 @@ from benchmarks.limits import KEY_VALUE_CACHE, WHOLE_PROMPTS, Bound
 from fairseq_icl.models.transformers_lm import import_transformers
 from fairseq_icl.observing.layout import filled_up
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 
 
 @dataclass(frozen=True)

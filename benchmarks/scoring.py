@@ -18,7 +18,8 @@ from fairseq_icl.models import Model
 from fairseq_icl.observing import Observation, Observer
 from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.observing.saved import save_observations
-from fairseq_icl.prompts.build import Prompts, Query
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query
 from fairseq_icl.results import write_results
 
 AGNEWS_TOKENS, AGNEWS_OPENING = 75, 20

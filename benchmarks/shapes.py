@@ -21,8 +21,9 @@ from fairseq_icl.models import Model
 from fairseq_icl.models.files import ModelFiles, find_files, random_model, random_model_options
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.prompts import BOS, EOS
-from fairseq_icl.prompts.build import FinetuningSequence, Prompts, Query
+from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.prompts.catalogue import load_spec
+from fairseq_icl.prompts.encoding import FinetuningSequence, Query
 from fairseq_icl.settings import Settings
 
 SPECIAL_SYMBOLS = 4

@@ -21,11 +21,11 @@ from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.prompts.build import FinetuningSequence
+from fairseq_icl.prompts.encoding import FinetuningSequence
 from fairseq_icl.settings import Settings
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConfig, DemonstrationPromptingTask
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset
-from fairseq_icl.training import own_copy_of_what_learns
+from fairseq_icl.training.fine_tuning import own_copy_of_what_learns
 
 TOKENS = 30
 METHODS = {"ft": "vanilla", "lcgd": "layer-causal", "linearized": "linearized"}

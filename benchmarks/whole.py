@@ -23,8 +23,8 @@ from fairseq_icl.models import Model
 from fairseq_icl.observing import Observer
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import write_results
-from fairseq_icl.training import own_copy_of_what_learns
 from fairseq_icl.training.dynamics import Curve
+from fairseq_icl.training.fine_tuning import own_copy_of_what_learns
 
 SAMPLED_STEPS = 4
 ROUNDS = 2

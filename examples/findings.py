@@ -21,7 +21,7 @@ import pandas as pd
 from examples.momentum_attention.tables import MARKS
 from fairseq_icl.files import with_part, write_atomically
 from fairseq_icl.replication.report.claims import NO_DATA, claims, corrected, judge
-from fairseq_icl.replication.report.evidence import Sample
+from fairseq_icl.replication.report.effects import Sample
 from fairseq_icl.replication.report.published import inits_of
 from fairseq_icl.replication.report.run import IDENTITY, load_run
 from fairseq_icl.replication.report.text import effect_text

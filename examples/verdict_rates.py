@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fairseq_icl.replication.report.claims import FAILS, HOLDS, judge
-from fairseq_icl.replication.report.evidence import Sample
+from fairseq_icl.replication.report.effects import Sample
 
 EXAMPLES, LAYERS, STRONG = 60, 6, 50.0
 SHARE, CHANCE = 0.9, 0.7

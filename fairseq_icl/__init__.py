@@ -5,10 +5,10 @@
     model = fi.load_model("demo")
     prompts = fi.build_prompts(model, "demo_sentiment", k=32, seed=1, limit=60)
     zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
-    with fi.fine_tuned(model, prompts, method="lcgd", lr=0.3) as tuned:
+    with fi.fine_tuned(model, prompts, method="lcgd", lr=1.0) as tuned:
         ft = fi.observe(tuned, prompts)
     table = fi.compare(prompts, zsl, icl, ft)
-    fi.plot_layers(table, "sim_aou")
+    fi.plot_layers(table, "sim_aou", "sim_aou.png")
 
 Importing the package imports nothing else, changes nothing and takes no time: the names below are loaded when they are
 first used. As a plugin (`fairseq-train --user-dir fairseq_icl`) fairseq imports `tasks/` and `models/` by itself.
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from fairseq_icl.api import build_prompts, compare, fine_tuned, load_model, observe, plot_layers
     from fairseq_icl.errors import UserError
     from fairseq_icl.models import Model
+    from fairseq_icl.observing.activations import Activations
     from fairseq_icl.observing.observation import Observation
     from fairseq_icl.prompts.build import Prompts
-    from fairseq_icl.replication.tidy import read_run
+    from fairseq_icl.replication.report.run import read_run
     from fairseq_icl.settings import Settings
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "Model",
     "Observation",
     "Prompts",
@@ -44,12 +46,13 @@ __all__ = [
 ]
 
 _PLACES = {
+    "Activations": "observing.activations",
     "Model": "models",
     "Observation": "observing.observation",
     "Prompts": "prompts.build",
     "Settings": "settings",
     "UserError": "errors",
-    "read_run": "replication.tidy",
+    "read_run": "replication.report.run",
 }
 """Where a public name is defined, if not in `api`."""
 

@@ -284,11 +284,57 @@ class Settings:
     )
     layers: str | None = setting(
         None,
-        "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut. Counted "
-        "from 0: one (3), a range (0-11) or from one up (2-)",
+        "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut; "
+        "shallow_gd: layers that have a function; vectors: the one they are put at (default: chosen on train rows). "
+        "Counted from 0: one (3), a range (0-11) or from one up (2-)",
         (TRAINING,),
         pattern=r"\s*\d+\s*(-\s*\d*)?\s*",
         flag_of=("layer_causal_ce", "short_circuit_ce"),
+    )
+    shallow: str = setting(
+        "linear",
+        "what shallow_gd learns in every layer: a matrix, a function of a kernel (see kernel), or ridge regression on "
+        "label embeddings (1 / lr is then the weight of its penalty)",
+        (TRAINING,),
+        choices=("linear", "kernel", "ridge"),
+        flag_of=(),
+    )
+    kernel: str = setting(
+        "softmax",
+        "shallow=kernel: softmax of the products with the demonstrations, radial (rbf, as wide as the demonstrations "
+        "are apart), or the product itself (linear)",
+        (TRAINING,),
+        choices=("softmax", "rbf", "linear"),
+        flag_of=(),
+    )
+    shallow_steps: int = setting(
+        1, "steps of shallow_gd: how often all demonstrations are learnt from", (TRAINING,), low=0, flag_of=()
+    )
+    shallow_batch: str = setting(
+        "full",
+        "a step of shallow_gd learns from all demonstrations together, or from one after the other",
+        (TRAINING,),
+        choices=("full", "one"),
+        flag_of=(),
+    )
+    shallow_step: str = setting(
+        "plain",
+        "steps of shallow_gd: plain, preconditioned (Ahn et al. 2023), or gd++ (von Oswald et al. 2023: inputs are "
+        "transformed after every step)",
+        (TRAINING,),
+        choices=("plain", "preconditioned", "gd++"),
+        flag_of=(),
+    )
+    vector_heads: int = setting(
+        10, "function_vector: how many heads, those of the largest indirect effect", (TRAINING,), low=1, flag_of=()
+    )
+    selection_rows: int = setting(
+        16,
+        "task_vector and function_vector: rows of the train split, none of them demonstrations, on which heads and "
+        "layer are chosen",
+        (TRAINING,),
+        low=1,
+        flag_of=(),
     )
     switch_labels: str = setting(
         "none",

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fairseq_icl.commands import COMMANDS
-from fairseq_icl.commands.arguments import replicate
+from fairseq_icl.commands.command_line import replicate
 from fairseq_icl.replication.configuration import ClusterSettings, RunConfiguration
 from fairseq_icl.settings import SETTINGS
 

@@ -164,7 +164,7 @@ def test_an_update_that_overflows_is_skipped_counted_and_not_recorded(
 ) -> None:
     model = models["fp16"]
     prompts = prompts_for(world, model, k=6)
-    monkeypatch.setattr("fairseq_icl.training.get_method", lambda name: with_scale(2**17))
+    monkeypatch.setattr("fairseq_icl.training.fine_tuning.get_method", lambda name: with_scale(2**17))
     with caplog.at_level(logging.WARNING), fi.fine_tuned(model, prompts, "scaled", lr=0.1) as tuned:
         rows = tuned.gradients.groupby("step")["demonstration"].first().tolist()
     skipped = 6 - len(rows)
@@ -188,7 +188,7 @@ def test_a_loss_scale_that_nothing_fits_is_one_line(
     world: World, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = with_scale(2**30, "--min-loss-scale", "536870912.0")
-    monkeypatch.setattr("fairseq_icl.training.get_method", lambda name: method)
+    monkeypatch.setattr("fairseq_icl.training.fine_tuning.get_method", lambda name: method)
     with (
         pytest.raises(UserError, match="overflows fp16 at every loss scale"),
         fi.fine_tuned(models["fp16"], prompts_for(world, models["fp16"]), "scaled", lr=0.1),

@@ -159,7 +159,8 @@ def run_planned(config: dict[str, Any]) -> None:
             elif not cell.variant and config[name] is not None and (name != "lr" or cell.settings.lr is not None):
                 plain_run = cell.method != "none" or SETTINGS[name].affects != ("training",)
                 given_values = config[name] if isinstance(config[name], list) else [config[name]]
-                expected = list(map(str, given_values)) if SETTINGS[name].kind is str else given_values
+                is_text = SETTINGS[name].kind is str
+                expected = [str(value) if is_text and value is not None else value for value in given_values]
                 assert not plain_run or name == "lr" or getattr(cell.settings, name) in expected, name
 
 
@@ -168,6 +169,7 @@ def run_planned(config: dict[str, Any]) -> None:
 @example(sign="~", key="lr", value=None)
 @example(sign="", key="tables", value=[["a"]])
 @example(sign="", key="demonstrations", value=3.0)
+@example(sign="", key="layer_clip_value", value=[None])
 @example(sign="", key="vary", value={"3": [1]})
 @example(sign="", key="variants", value={"3": {"lr": 1}})
 def test_hydra_values(composed: DictConfig, sign: str, key: str, value: Any):

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Encode, Writing, sampling
-from fairseq_icl.prompts.build import RowEncoder
 from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, find_spec, load_spec
-from fairseq_icl.prompts.readers import SPLITS, Row, Split, has_files, read_split
-from fairseq_icl.prompts.rows import compare_rows, record_rows
+from fairseq_icl.prompts.encoding import RowEncoder
+from fairseq_icl.prompts.readers import SPLITS, Row, Split, compare_rows, has_files, read_split, record_rows
 from fairseq_icl.results import text_table
 from fairseq_icl.settings import SETTINGS
 

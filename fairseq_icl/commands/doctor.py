@@ -16,7 +16,7 @@ from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
 from torch import Tensor
 
-from fairseq_icl.commands.arguments import doctor
+from fairseq_icl.commands.command_line import doctor
 from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.errors import EXIT_CODE, UserError
 from fairseq_icl.files import DEMO_MODEL
@@ -29,8 +29,7 @@ from fairseq_icl.models.reference import TOLERANCE, difference_from_transformers
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import features_on_prefix, run_prefix
 from fairseq_icl.prompts.catalogue import dataset_names, find_spec
-from fairseq_icl.prompts.readers import SPLITS, has_files, read_split
-from fairseq_icl.prompts.rows import compare_rows
+from fairseq_icl.prompts.readers import SPLITS, compare_rows, has_files, read_split
 
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"

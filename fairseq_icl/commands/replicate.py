@@ -1,4 +1,4 @@
-"""`fairseq-icl replicate experiment=NAME ...`: plan a run, compute what is missing, report (help: arguments.py)."""
+"""`fairseq-icl replicate experiment=NAME ...`: plan a run, compute what is missing, report (help: command_line.py)."""
 
 import json
 import logging
@@ -9,14 +9,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fairseq_icl.commands.arguments import replicate
+from fairseq_icl.commands.command_line import replicate
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB
 from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication.cells import Cell, Keys
-from fairseq_icl.replication.clusters import way_to_run
 from fairseq_icl.replication.configuration import (
+    GRID,
     ClusterSettings,
     compose_configuration,
     each_of,
@@ -29,7 +29,7 @@ from fairseq_icl.replication.find_model import find_model, with_each_layer
 from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import borrowed_rates, data_folder, expand
 from fairseq_icl.replication.report.tables import check_tables
-from fairseq_icl.replication.run import engine_of, run, unfinished
+from fairseq_icl.replication.run import engine_of, run, unfinished, way_to_run
 from fairseq_icl.settings import SETTINGS
 
 HUB_DATA = "hub"
@@ -119,9 +119,9 @@ def with_fetched(config: dict[str, Any]) -> dict[str, Any]:
 
 def plan_of(config: dict[str, Any], cells: Sequence[Cell], keys: Keys) -> dict[str, Any]:
     """What the results folder remembers of a command."""
-    names = ("model", "init", "dataset", "method", "variant", "seed", "permutation")
     entries = [
-        {name: getattr(cell, name) for name in names}
+        {name: getattr(cell, name) for name in ("model", "dataset", "method", "variant")}
+        | {name: getattr(cell.settings, name) for name in GRID}
         | {"key": keys.of(cell), "settings": cell.changed_settings()}
         | {"prints": {name: text[:PRINTED] for name, text in keys.prints(cell).items() if name in ("model", "data")}}
         for cell in cells

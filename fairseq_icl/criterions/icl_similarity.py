@@ -184,7 +184,7 @@ class ICLSimilarity(FairseqCriterion):
             "criterion": flags,
             "settings": dataclasses.asdict(self.settings),
             "context_rows": list(self.task.prompts.context_rows),
-            "rows": {split: record.as_dict() for split, record in self.task.prompts.rows.items()},
+            "rows": {split: dataclasses.asdict(record) for split, record in self.task.prompts.rows.items()},
         }
         finetuned = {} if method == "none" else {"finetuned": self.cfg.path}
         other = {"other_finetuned": self.cfg.other_finetuned} if self.other is not None else {}

@@ -1,4 +1,4 @@
-"""The criterion `layer_causal_ce`: fairseq's skin of training/layer_causal.py."""
+"""The criterions `layer_causal_ce` and `short_circuit_ce`: fairseq's skin of training/layer_causal.py."""
 
 import math
 from dataclasses import field, make_dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 from fairseq import utils
 from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
 from omegaconf import II
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from fairseq_icl.compat.command_line import flags_of
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.layer_causal import check_decoder, decoder_of, layer_losses
+from fairseq_icl.training.layer_causal import check_decoder, cut_after, decoder_of, layer_losses, layer_of_cut
 
 NAME = "layer_causal_ce"
+CUT = "short_circuit_ce"
 LayerCausalCrossEntropyConfig = make_dataclass(
     "LayerCausalCrossEntropyConfig",
     [
@@ -110,3 +112,32 @@ class LayerCausalCrossEntropy(FairseqCriterion):
     def logging_outputs_can_be_summed() -> bool:
         """True: every logged value is a sum over tokens."""
         return True
+
+
+ShortCircuitCrossEntropyConfig = make_dataclass(
+    "ShortCircuitCrossEntropyConfig",
+    [*flags_of(CUT), ("sentence_avg", bool, field(default=II("optimization.sentence_avg")))],
+    bases=(FairseqDataclass,),
+)
+
+
+@register_criterion(CUT, dataclass=ShortCircuitCrossEntropyConfig)
+class ShortCircuitCrossEntropy(CrossEntropyCriterion):
+    """fairseq's own loss on the logits that the model has after the layer `layers`."""
+
+    def __init__(self, task: Any, sentence_avg: bool, layers: str | None = None) -> None:
+        super().__init__(task, sentence_avg)
+        self.layers = layers
+
+    def check_decoder(self, decoder: Any) -> int:
+        """The layer of the cut; a UserError if this decoder does not have it."""
+        return layer_of_cut(self.layers, len(decoder.layers))
+
+    def forward(
+        self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
+        """What fairseq's cross_entropy returns."""
+        decoder = decoder_of(model)
+        with cut_after(decoder, self.check_decoder(decoder)):
+            loss, sample_size, logs = super().forward(model, sample, reduce)
+        return loss, sample_size, logs

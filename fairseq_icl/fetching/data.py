@@ -16,8 +16,7 @@ from fairseq_icl.fetching.download import checksum_of
 from fairseq_icl.fetching.hub import address, open_repository
 from fairseq_icl.files import reason_of, remedy_for, write_atomically
 from fairseq_icl.prompts.catalogue import DatasetSpec, Hub, dataset_names, load_spec
-from fairseq_icl.prompts.readers import SPLITS, Split, find_split, read_split
-from fairseq_icl.prompts.rows import Comparison, compare_rows
+from fairseq_icl.prompts.readers import SPLITS, Comparison, Split, compare_rows, find_split, read_split
 
 UNFINISHED = ".fetching"
 """Folder inside DATA for what is not in its place yet, and for what is remembered of what is."""

@@ -2,6 +2,14 @@
 
 An example is *changed* by ICL (FT) if its prediction differs from the zero-shot one. D_icl and D_ft are the sets of
 changed examples. All values are shares between 0 and 1 (the papers print percent); vectors are (n,).
+
+Whole output distributions (do ICL and FT find the same words likely?) are compared after Shen et al. (2023, arXiv
+2310.08540): T = the K = 10 most likely next tokens where the label begins, (n, K). Their overlap cosine is not offered:
+we could not read its formula with certainty, and the cosine over the shared tokens alone is 1 as soon as one is shared.
+
+Short circuits: how well the model answers if it ends after layer l, for every l. s = score of each option after each
+layer, (n, L, C): the logit lens on the residual stream. The last layer is the model itself, so the last value of
+`accuracy_by_depth_icl` is `accuracy_icl`.
 """
 
 from typing import NamedTuple
@@ -178,3 +186,44 @@ def _mended(zsl: Observation, observation: Observation) -> Tensor:
 def _overlap(a: Tensor, b: Tensor) -> Ratio:
     """Jaccard index of two sets given as masks (n,)."""
     return Ratio(torch.logical_and(a, b).double(), torch.logical_or(a, b).double())
+
+
+@metric("token_overlap", conditions=("icl", "ft"), reads=("top_tokens",))
+def token_overlap(icl: Observation, ft: Observation) -> Tensor:
+    """|T_icl & T_ft| / K: the share of the most likely tokens that both have. (n,)"""
+    return _shared(icl, ft).any(dim=2).double().mean(dim=1)
+
+
+@metric_of_each("gold_probability")
+def gold_probability(observation: Observation) -> Tensor:
+    """softmax_c(s)[gold]: probability of the gold label among the options, s their mean log-probabilities. (n,)"""
+    return log_shares(observation.option_logprobs).gather(1, observation.gold[:, None])[:, 0].exp()
+
+
+def _shared(icl: Observation, ft: Observation) -> Tensor:
+    """Whether token i of ICL is token j of FT: (n, K, K) bool."""
+    assert icl.top_tokens is not None  # by `reads`
+    assert ft.top_tokens is not None
+    return icl.top_tokens[:, :, None] == ft.top_tokens[:, None, :]
+
+
+@metric_of_each("accuracy_by_depth", unit="percent", reads=("depth_scores",))
+def accuracy_by_depth(observation: Observation) -> Tensor:
+    """1 where argmax_c s[l, c] is the gold label, else 0. (n, L)"""
+    scores = _scores(observation)
+    is_best = scores == scores.amax(-1, keepdim=True)
+    is_first = is_best & (is_best.cumsum(-1) == 1)  # (n, L, C): of several best ones the first, on every device
+    return is_first.gather(2, observation.gold[:, None, None].expand(-1, scores.size(1), 1))[..., 0].double()
+
+
+@metric_of_each("logprob_by_depth", unit="nats", reads=("depth_scores",))
+def logprob_by_depth(observation: Observation) -> Tensor:
+    """log softmax_c(s[l])[gold]: log-probability of the gold label among the options, in nats. (n, L)"""
+    logprobs = log_shares(_scores(observation))  # (n, L, C)
+    gold = observation.gold[:, None, None].expand(-1, logprobs.size(1), 1)
+    return logprobs.gather(2, gold)[..., 0]
+
+
+def _scores(observation: Observation) -> Tensor:
+    assert observation.depth_scores is not None  # by `reads`
+    return observation.depth_scores.double()

@@ -57,10 +57,14 @@ class TrainingTokens:
     ) -> "TrainingTokens":
         """Pair recorded training tokens with prompt tokens by dataset row, in the order of the prompt.
 
-        **Arguments**
-        - `queries`: (L, sum of `training_lengths`, d), each training sequence with its BOS; or one tensor for each.
-        - `training_rows`, `context_rows`: dataset row of each training sequence, of each demonstration of the prompt.
-        - `context_spans`: (start, end) of each demonstration in the context, without its closing EOS.
+        Args:
+            queries: (L, sum of `training_lengths`, d), each training sequence with its BOS; or one tensor for each.
+            training_rows: Dataset row of each training sequence.
+            training_lengths: Tokens of each.
+            context_rows: Dataset row of each demonstration of the prompt.
+            context_spans: (start, end) of each demonstration in the context, without its closing EOS.
+            top_examples: How many examples with the most attention recall and Kendall look at.
+            top_tokens: How many tokens.
         """
         sequences = queries.split(list(training_lengths), dim=1) if isinstance(queries, Tensor) else queries
         by_row = dict(zip(training_rows, sequences, strict=True))

@@ -21,7 +21,6 @@ from fairseq_icl.models.attention_lm import trained_rule
 from fairseq_icl.models.checkpoints import is_mapped, language_model_config, read_checkpoint, saved_model_options
 from fairseq_icl.models.hugging_face import HFModel, xglm
 from fairseq_icl.models.hugging_face.weights import check_files
-from fairseq_icl.models.perturbation import perturb
 from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
@@ -326,3 +325,23 @@ def _copy(target: Tensor, source: Tensor, name: str, path: str | Path) -> None:
         low, high = torch.aminmax(target)  # both are NaN if any value is
         if not (low.isfinite() and high.isfinite()):
             raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, draw: int) -> None:
+    """Move every weight that is not zero one unit in the last place up or down, at random from `draw`; 0: not at all.
+
+    So one sees how much of a result is rounding, which other threads, another device or another library change, and
+    which fine-tuning at the papers' rates amplifies (experiment=stability). Weights that two modules share move once.
+    """
+    if draw:
+        generator = torch.Generator().manual_seed(draw)
+        for parameter in model.parameters():
+            parameter.copy_(moved(parameter, generator))
+
+
+def moved(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """The neighbours of the weights; zeros stay."""
+    up = torch.randint(0, 2, weights.shape, generator=generator, dtype=torch.bool).to(weights.device)
+    towards = torch.where(up, torch.inf, -torch.inf).to(weights.dtype)
+    return torch.where(weights == 0, weights, torch.nextafter(weights, towards))

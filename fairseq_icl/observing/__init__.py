@@ -8,7 +8,7 @@ Every number of the package that is read off a model passes through `Observer`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
-from fairseq_icl.observing.depth import inner_features, scores_by_depth, states_at
-from fairseq_icl.observing.last_layer import last_feed_forward_at
+from fairseq_icl.models.state_edits import StateEdit, edited
+from fairseq_icl.observing.activations import read_activations
+from fairseq_icl.observing.layers import inner_features, last_feed_forward_at, scores_by_depth, states_at
 from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
 from fairseq_icl.observing.observation import Gathering, Observation
 from fairseq_icl.observing.prefix import (
@@ -33,7 +34,8 @@ from fairseq_icl.observing.prefix import (
 )
 from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord, attention_modules
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Prompts, Query, finetuning_sequence
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query, finetuning_sequence
 
 __all__ = ["Observation", "Observer", "observe"]
 
@@ -46,25 +48,49 @@ Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
 
 
 def observe(
-    model: Model, prompts: Prompts, *, in_context: bool = False, progress: bool = False, limit: int | None = None
+    model: Model,
+    prompts: Prompts,
+    *,
+    in_context: bool = False,
+    progress: bool = False,
+    limit: int | None = None,
+    positions: Literal["all"] | Sequence[int] | None = None,
+    record: str | Sequence[str] = (),
 ) -> Observation:
     """What `model` shows on every query of `prompts`, in their order.
 
-    **Arguments**
-    - `model`: of `load_model`, or the fine-tuned one of `fine_tuned`.
-    - `prompts`: of `build_prompts`; `prompts.settings.position` says which token's activations are recorded.
-    - `in_context`: after the demonstrations (ICL); otherwise after BOS alone. Either runs once for all queries, as do
-      the tokens that all queries begin with.
-    - `progress`: show a progress bar.
-    - `limit`: only the first so many queries.
+    Args:
+        model: Of `load_model`, or the fine-tuned one of `fine_tuned`.
+        prompts: Of `build_prompts`; `prompts.settings.position` says which token's activations are recorded.
+        in_context: After the demonstrations (ICL); otherwise after BOS alone. Either runs once for all queries, as do
+            the tokens that all queries begin with.
+        progress: Show a progress bar.
+        limit: Only the first so many queries.
+        positions: Also record these tokens of each prompt: `"all"`, or numbers from 0 (BOS), or from -1 back (the token
+            that is observed anyway). Each prompt then runs a second time, whole; at most 2 GiB.
+        record: What of them, one or several of "attention_output" (the default), "residual", "mlp", "heads" and
+            "scores": the arrays of `Activations`.
 
-    **Returns** an `Observation` of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a
-    temporary file that goes with it, so memory grows little with n.
+    Returns:
+        An observation of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a temporary
+            file that goes with it, so memory grows little with n. What `positions` and `record` asked for is its
+            `activations`.
+
+    Example:
+        ```python
+        zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
+        icl.attention_output  # (n, layers, width), of one token
+        some = fi.observe(model, prompts, in_context=True, limit=4, positions="all", record=("residual", "scores"))
+        some.activations.residual  # (4, layers + 1, tokens, width)
+        ```
     """
     queries = prompts.queries[:limit]
     if not queries:
         raise UserError(f"limit={limit}: there is no query to observe; give at least 1")
-    return observe_all(Observer(model, prompts, in_context=in_context), queries, progress)
+    asked = positions is not None or bool(record)
+    activations = read_activations(model, prompts, queries, in_context, positions, record) if asked else None
+    seen = observe_all(Observer(model, prompts, in_context=in_context), queries, progress)
+    return seen if activations is None else replace(seen, activations=activations)
 
 
 def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool = False) -> Observation:
@@ -168,11 +194,10 @@ class Observer:
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
         if self.stem is None:
-            run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth)
+            run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth, model.edit)
         else:
-            run = _on_stem(
-                decoder, layout.after(self.opening), self.stem, self.context, self.context_row, self.by_depth
-            )
+            rest = layout.after(self.opening)
+            run = _on_stem(decoder, rest, self.stem, self.context, self.context_row, self.by_depth, model.edit)
         was_training = model.lm.training
         model.lm.eval()
         logits, record, context_scores, inner = model.evaluate(run)
@@ -216,10 +241,11 @@ class Observer:
         scored = filled_up([sequence.scored for sequence in sequences])[:, 1:]
 
         def run() -> Tensor:
-            with positions_from(decoder, 0):
+            with edited(decoder, self.model.edit, torch.arange(len(last)), last), positions_from(decoder, 0):
                 return decoder(given[:, :-1])[0]
 
         given = tokens.to(next(decoder.parameters()).device)
+        last = torch.tensor([len(self.context) + len(query.inputs[query.gold]) - 1 for query in queries])
         log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)
         of_tokens = log_probs.gather(2, given[:, 1:, None])[..., 0].float().cpu()
         return (of_tokens * scored).sum(1) / scored.sum(1)
@@ -236,18 +262,27 @@ def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
 
 
 def _whole_prompt(
-    decoder: Any, layout: Layout, context: tuple[int, ...], context_row: bool, by_depth: bool
+    decoder: Any,
+    layout: Layout,
+    context: tuple[int, ...],
+    context_row: bool,
+    by_depth: bool,
+    edit: StateEdit | None = None,
 ) -> Callable[[], Seen]:
     """The plain pass: context and query in one sequence, by the decoder's own code."""
+    if edit is not None and edit.sees_heads:
+        raise UserError("an edit of heads: this model's attention does not hand them over; use another model")
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
     start = len(context)
     rows = (layout.logit_sequence.to(device), (layout.logit_position + start).to(device))
     recorded = (layout.recorded_sequence.to(device), (layout.recorded_position + start).to(device))
+    changed = (layout.edited_sequence.to(device), (layout.edited_position + start).to(device))
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, *recorded)
         with (
+            edited(decoder, edit, *changed),
             probe,
             positions_from(decoder, 0),
             last_feed_forward_at(decoder, *rows),
@@ -264,24 +299,36 @@ def _whole_prompt(
 
 
 def _on_stem(
-    decoder: Any, layout: Layout, stem: Prefix, context: Tokens, context_row: bool, by_depth: bool
+    decoder: Any,
+    layout: Layout,
+    stem: Prefix,
+    context: Tokens,
+    context_row: bool,
+    by_depth: bool,
+    edit: StateEdit | None = None,
 ) -> Callable[[], Seen]:
     """The pass on what the queries share: only the tokens after the stem, of which `layout` is."""
     packed, start = Packed.of(layout.sequences), len(context)
     rows = packed.row(layout.logit_sequence, layout.logit_position)
     recorded = packed.row(layout.recorded_sequence, layout.recorded_position)
+    changed = packed.row(layout.edited_sequence, layout.edited_position)
     past = packed.past(layout.recorded_sequence, layout.recorded_position)
     read = torch.cat([recorded, rows]).unique()
     # Once for all layers: an index on the host would be copied, and waited for, wherever it is used.
     device = next(decoder.parameters()).device
-    rows, recorded, past, read = (index.to(device) for index in (rows, recorded, past, read))
+    rows, recorded, changed, past, read = (index.to(device) for index in (rows, recorded, changed, past, read))
 
     def at(rows: Tensor) -> tuple[Tensor, Tensor]:  # in the pass every token is a sequence of its own
         return rows, torch.zeros_like(rows)
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, *at(recorded), past=at(past))
-        with probe, last_feed_forward_at(decoder, *at(rows)), states_at(decoder, *at(rows)) as states:
+        with (
+            edited(decoder, edit, *at(changed)),
+            probe,
+            last_feed_forward_at(decoder, *at(rows)),
+            states_at(decoder, *at(rows)) as states,
+        ):
             features = features_on_prefix(decoder, packed, stem, read)
         logits = decoder.output_layer(features[at(rows)])
         inner = inner_features(decoder, states) if by_depth else None

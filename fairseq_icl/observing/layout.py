@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 
 MAX_TOKENS = 1536
 """Rows that a batch gives to the matrix products: enough for their full speed on a processor (30 rows reach a third of
@@ -89,6 +89,8 @@ class Layout:
     entry_weight: Tensor  # (E,) 1 / number of label tokens: an option's score is a mean
     recorded_sequence: Tensor  # (n,)
     recorded_position: Tensor  # (n,)
+    edited_sequence: Tensor  # (A,) every sequence that has the last token of an input, of which there may be several
+    edited_position: Tensor  # (A,) where that token, which predicts the label, is
 
     def tokens(self, before: Sequence[int] = ()) -> Tensor:
         """The sequences, each after the tokens `before`, filled up on the right: (B, T)."""
@@ -104,6 +106,7 @@ class Layout:
             sequences=tuple(sequence[length:] for sequence in self.sequences),
             logit_position=self.logit_position - length,
             recorded_position=self.recorded_position - length,
+            edited_position=self.edited_position - length,
         )
 
     @property
@@ -124,13 +127,13 @@ class Layout:
         return scores.masked_fill(options >= self.num_options[:, None], -torch.inf)
 
 
-def filled_up(sequences: Sequence[Sequence[int]]) -> Tensor:
+def filled_up(sequences: Sequence[Sequence[int]], filling: int = 0) -> Tensor:
     """Sequences filled up on the right: (B, T).
 
-    The filling is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
+    That of what runs is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
     without padding symbols fairseq builds no padding mask.
     """
-    filled = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
+    filled = torch.full((len(sequences), max(map(len, sequences))), filling, dtype=torch.long)
     for row, sequence in zip(filled, sequences, strict=True):
         row[: len(sequence)] = torch.tensor(sequence)
     return filled
@@ -143,7 +146,7 @@ def sequences_of(query: Query, position: str) -> list[Tokens]:
     is not run by itself, so labels of one token need a single sequence, and long labels share what they have in common.
     """
     needed = {tokens + label[:-1] for tokens, label in zip(query.inputs, query.labels, strict=True)}
-    ordered = sorted(needed | {_recorded(query, position)})
+    ordered = sorted(needed | {recorded_tokens(query, position)})
     # In this order a sequence stands right before the first one that begins with it.
     following = [*ordered[1:], ()]
     return [one for one, after in zip(ordered, following, strict=True) if after[: len(one)] != one]
@@ -155,6 +158,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
     logit_rows: dict[tuple[int, int], int] = {}  # sequence and position -> row
     entries: list[tuple[int, int, int, int]] = []
     recorded: list[tuple[int, int]] = []
+    edited: list[tuple[int, int]] = []
     for number, query in enumerate(queries):
         if not all(query.inputs) or not all(query.labels):
             raise UserError(
@@ -162,8 +166,15 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
             )
         own, first = sequences_of(query, position), len(sequences)
         sequences += own
-        shown = _recorded(query, position)
+        shown = recorded_tokens(query, position)
         recorded.append((first + bisect_left(own, shown), len(shown) - 1))
+        inputs = dict.fromkeys(query.inputs)
+        edited += [
+            (first + place, len(tokens) - 1)
+            for place, sequence in enumerate(own)
+            for tokens in inputs
+            if sequence[: len(tokens)] == tokens
+        ]
         for option, (tokens, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
             for offset, token in enumerate(label):
                 before = tokens + label[:offset]
@@ -173,6 +184,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
     logit_sequence, logit_position = torch.tensor(list(logit_rows)).unbind(1)
     entry_query, entry_option, entry_logits, entry_token = torch.tensor(entries).unbind(1)
     recorded_sequence, recorded_position = torch.tensor(recorded).unbind(1)
+    edited_sequence, edited_position = torch.tensor(edited).unbind(1)
     return Layout(
         sequences=tuple(sequences),
         num_options=torch.tensor([len(query.labels) for query in queries]),
@@ -185,10 +197,12 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
         entry_weight=torch.tensor(weights),
         recorded_sequence=recorded_sequence,
         recorded_position=recorded_position,
+        edited_sequence=edited_sequence,
+        edited_position=edited_position,
     )
 
 
-def _recorded(query: Query, position: str) -> Tokens:
+def recorded_tokens(query: Query, position: str) -> Tokens:
     """The tokens up to the one of which activations are recorded."""
     option = query.gold if position == "gold" else 0
     return query.inputs[option] + (() if position == "query" else query.labels[option])

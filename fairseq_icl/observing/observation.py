@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
+
+if TYPE_CHECKING:
+    from fairseq_icl.observing.activations import Activations
 
 AT_ONCE = 64
 """Examples that are in memory together."""
@@ -76,6 +79,8 @@ class Observation:
     """Where the model computed it, and where metrics of it are computed."""
     skipped_updates: int = 0
     """Steps that fine-tuning left out: their gradients overflowed."""
+    activations: "Activations | None" = None
+    """At other tokens, if `observe` was asked for them; not there in a part of the observation."""
     stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)
     """Where its tensors are, if `Gathering` made it."""
 
@@ -106,12 +111,12 @@ class Observation:
         for name, value in self.tensors().items():
             taken[name] = value[chosen]
             self.release()
-        return replace(self, **taken, stores=())
+        return replace(self, **taken, activations=None, stores=())
 
     def between(self, start: int, stop: int) -> "Observation":
         """The examples from `start` to before `stop`, as views: nothing is copied."""
         some: dict[str, Any] = {name: value[start:stop] for name, value in self.tensors().items()}
-        return replace(self, **some, stores=())
+        return replace(self, **some, activations=None, stores=())
 
     def on(self, device: torch.device | str) -> "Observation":
         """The same with its tensors on a device; itself on the CPU."""

@@ -26,7 +26,8 @@ from fairseq_icl.models.attention import (
     rule_of,
     softmax_attention,
 )
-from fairseq_icl.observing.last_layer import last_feed_forward_at, only_at
+from fairseq_icl.models.state_edits import StateEdit, edited
+from fairseq_icl.observing.layers import last_feed_forward_at, only_at
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
 
@@ -125,6 +126,15 @@ def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix, read: Tenso
     return _run(decoder, packed, prefix.length, attend, read)
 
 
+def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]], edit: StateEdit) -> Tensor:
+    """Features (B, d) at the last tokens of sequences that each follow the prefix, with the edit at these tokens."""
+    packed = Packed.of(sequences)
+    ends = packed.first + torch.tensor([len(sequence) - 1 for sequence in sequences])
+    ends = ends.to(next(decoder.parameters()).device)
+    with edited(decoder, edit, ends, torch.zeros_like(ends)):
+        return features_on_prefix(decoder, packed, prefix, ends.unique())[ends, 0]
+
+
 def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor], read: Tensor | None) -> Tensor:
     """Features (N, 1, d) of packed sequences from position `start` on: to the decoder each token is one of its own.
 
@@ -132,8 +142,12 @@ def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor]
     tokens at which the last layer's output projection runs.
     """
     tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
+
+    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
+
     with (
-        _replaced_attention(decoder, attend),
+        replaced_attention(decoder, stand_in),
         positions_from(decoder, packed.position + start),
         nullcontext() if read is None else _last_projection_at(decoder, read),
     ):
@@ -276,15 +290,11 @@ def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `attend(layer, rule, query, key, value, sinks)`, (N, H, D) each, stand in for attention while a pass runs."""
+def replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend(layer, rule, query, key, value, sinks)`, (B, H, T, D) each, stand in for attention for a pass."""
     modules = attention_modules(decoder)
-
-    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
-
     for layer, module in enumerate(modules):
-        seam_of(module).stand_in = partial(stand_in, layer)
+        seam_of(module).stand_in = partial(attend, layer)
     plain = [module for module in modules if isinstance(module, MultiheadAttention)]
     try:
         with replaced_forward({module: partial(_stepwise, module) for module in plain}):

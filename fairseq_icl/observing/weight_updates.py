@@ -11,7 +11,7 @@ from fairseq_icl.observing.layout import lay_out
 from fairseq_icl.observing.prefix import Prefix
 from fairseq_icl.observing.probe import at_least_single, attention_inputs, attention_modules, queries_keys_values
 from fairseq_icl.prompts import Tokens
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 
 
 @torch.no_grad()

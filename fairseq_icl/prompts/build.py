@@ -11,57 +11,19 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts import Tokens, Writing, sampling
+from fairseq_icl.prompts import sampling
 from fairseq_icl.prompts.catalogue import DatasetSpec
-from fairseq_icl.prompts.readers import Row, Split, read_split
-from fairseq_icl.prompts.rows import RowRecord, compare_rows, record_rows
+from fairseq_icl.prompts.encoding import FinetuningSequence, Query, RowEncoder, Tokens, Writing, finetuning_sequence
+from fairseq_icl.prompts.readers import Row, RowRecord, Split, compare_rows, read_split, record_rows
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 CONTENT_FREE = ("N/A", "[MASK]", "")
 """The inputs without content of Zhao et al. 2021 (arXiv 2102.09690, section 5)."""
-
-
-@dataclass(frozen=True)
-class Query:
-    """One evaluation row: input and label tokens of every option, without BOS and EOS."""
-
-    row: int
-    """Row in the validation file, before shuffling."""
-    gold: int
-    inputs: tuple[Tokens, ...]
-    """One an option; the same object where the options share the input."""
-    labels: tuple[Tokens, ...]
-
-    @property
-    def shared_input(self) -> bool:
-        """Whether all options have the same input."""
-        return all(tokens is self.inputs[0] for tokens in self.inputs)
-
-    @property
-    def single_token(self) -> bool:
-        """Whether one position's logits score all options: a shared input and one token a label."""
-        return self.shared_input and all(len(tokens) == 1 for tokens in self.labels)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest zero-shot sequence, BOS included."""
-        return 1 + max(len(a) + len(b) for a, b in zip(self.inputs, self.labels, strict=True))
-
-
-@dataclass(frozen=True)
-class FinetuningSequence:
-    """One training sequence and which of its tokens are predicted (never the first)."""
-
-    row: int
-    """Row in the training file, before shuffling."""
-    tokens: Tokens
-    scored: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -101,7 +63,12 @@ class Prompts:
     def text(self, number: int = 0, *, boundaries: bool = False) -> str:
         """What the model reads for query `number`, to be printed: ICL prompt, query, options, a fine-tuning sequence.
 
-        `boundaries`: a | between tokens.
+        Args:
+            number: Of the query, from 0.
+            boundaries: A | between tokens.
+
+        Returns:
+            Some lines of text.
         """
         if self.spell is None:
             raise UserError(
@@ -244,13 +211,6 @@ def _build_context(
     return used, tuple(context), tuple(spans)
 
 
-def finetuning_sequence(demonstration: Query, label: int, loss_on: str, start: Tokens) -> FinetuningSequence:
-    """What fine-tuning sees of a demonstration with that label, and which of its tokens carry the loss."""
-    inputs, labels = demonstration.inputs[label], demonstration.labels[label]
-    scored = (*[False] * len(start), *[loss_on == "all"] * len(inputs), *[True] * len(labels))
-    return FinetuningSequence(demonstration.row, (*start, *inputs, *labels), scored)
-
-
 def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, missing_class: str) -> None:
     """Say what the authors' code passes over in silence: demonstrations that do not fit, classes never shown."""
     if len(shown) < k:
@@ -264,48 +224,3 @@ def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, m
         if missing_class == "refuse":
             raise UserError(f"{text}; raise num_demonstrations or take another seed")
         logger.warning(text)
-
-
-class RowEncoder:
-    """Rows -> tokens, checked: nothing empty, nothing longer than the model, label words told apart by their tokens."""
-
-    def __init__(self, spec: DatasetSpec, writing: Writing) -> None:
-        self.spec, self.writing = spec, writing
-        if spec.has_classes:
-            self._check_label_words()
-
-    def query(self, row: Row) -> Query:
-        """The tokens of a row's options."""
-        texts = self.spec.render(row)
-        encoded = {text: self.writing.tokens(text) for text in dict.fromkeys(text for pair in texts for text in pair)}
-        for number, (input_text, label_text) in enumerate(texts):
-            if not encoded[input_text]:
-                raise UserError(f"{row.where}: the input is empty; change the row or the template of {self.spec.name}")
-            if not encoded[label_text] or not label_text.strip():
-                raise UserError(f"{row.where}: option {number} has no tokens; change the row or remove it")
-        inputs, labels = zip(*((encoded[a], encoded[b]) for a, b in texts), strict=True)
-        query = Query(row.index, row.gold, inputs, labels)
-        if query.longest > self.writing.max_positions:
-            raise UserError(
-                f"{row.where}: {query.longest} tokens with its label, but the model has {self.writing.max_positions} "
-                f"positions; shorten or remove the row"
-            )
-        return query
-
-    def _check_label_words(self) -> None:
-        tokens = {word: self.writing.tokens(f" {word.strip()}") for word in self.spec.label_words}
-        for word, ids in tokens.items():
-            if not ids:
-                raise UserError(f"dataset {self.spec.name}: label word {word!r} has no tokens; choose another word")
-            if set(ids) == {self.writing.unknown}:
-                raise UserError(
-                    f"dataset {self.spec.name}: label word {word!r} is unknown to the dictionary; choose the model's "
-                    "tokenizer (bpe), or another word"
-                )
-        # In alphabetical order of their tokens a word stands right before the first one that begins with it.
-        for first, second in pairwise(sorted(tokens, key=tokens.__getitem__)):
-            if tokens[second][: len(tokens[first])] == tokens[first]:
-                raise UserError(
-                    f"dataset {self.spec.name}: label word {second!r} has tokens {list(tokens[second])}, which begin "
-                    f"with those of {first!r} {list(tokens[first])}, so they cannot be told apart; choose other words"
-                )

@@ -1,12 +1,40 @@
-"""The JSON files of a results folder, as types: what is written, and what is accepted when it is read."""
+"""The files of a run: JSON as types, and the folders of a cell and of an observation, which alone know their files.
 
+What is written, and what is accepted when it is read. results_folder.md describes them for readers.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from pydantic import Field
 
-from fairseq_icl.typed import Typed
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import reason_of, sha256_of
+from fairseq_icl.observing import Observation
+from fairseq_icl.observing.saved import load_observations, save_observations
+from fairseq_icl.results import (
+    read_curve,
+    read_examples,
+    read_gradient_record,
+    read_means,
+    write_curve,
+    write_gradient_record,
+    write_results,
+)
+from fairseq_icl.typed import Typed, read_typed, validated
 
 KEY = r"^[^./\\\x00][^/\\\x00]*$"
+RESULTS, DESCRIPTION, TIME = "results.parquet", "cell.json", "time.json"
+GRADIENTS, CURVE, EXAMPLES = "gradients.parquet", "curve.parquet", "examples.json"
+OBSERVATION, SUMS = "observation.safetensors", "sums.json"
+AGAIN = "and give the replicate command again"
+Observed = tuple[Observation, pd.DataFrame | None]
+"""What was seen and, of a fine-tuned model, the record of its gradients."""
 
 
 class FolderFormat(Typed):
@@ -86,9 +114,9 @@ class PlanFile(Typed, extra="allow"):
 class AttentionOfExample(Typed, extra="allow"):
     """What one side attends to in an example, layer by layer."""
 
-    demonstrations: list[list[float]]
-    tokens: list[list[list[float]]]
-    """Of each layer the heaviest: (token, weight)."""
+    demonstrations: list[list[int]]
+    tokens: list[list[list[int]]]
+    """Of each layer the heaviest: (token, weight in thousandths)."""
 
 
 class KeptExample(Typed, extra="allow"):
@@ -96,8 +124,8 @@ class KeptExample(Typed, extra="allow"):
 
     query: str
     options: list[str]
-    row: float
-    gold: float
+    row: int
+    gold: int
     disagreement: float
     probabilities: dict[str, list[float]]
     icl: AttentionOfExample | None = None
@@ -125,3 +153,131 @@ class Running(Typed):
     host: str
     since: str
     command: str
+
+
+@dataclass(frozen=True)
+class CellResults:
+    """What a finished cell's folder holds."""
+
+    configuration: dict[str, Any]
+    """As in `CellDescription`."""
+    means: pd.DataFrame
+    record: pd.DataFrame | None = None
+    """Of the gradients."""
+    curve: pd.DataFrame | None = None
+
+
+@dataclass(frozen=True)
+class CellFolder:
+    """The folder of one cell."""
+
+    path: Path
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the cell's results are there."""
+        return self.path.is_dir()
+
+    def has_metrics(self, metrics: Mapping[str, str]) -> bool:
+        """Whether its table holds these metrics of other packages (name -> hash of the code)."""
+        return not metrics or metrics.items() <= self.description().metrics.items()
+
+    def description(self) -> CellDescription:
+        """What cell.json says."""
+        return read_typed(CellDescription, self.path / DESCRIPTION, self._remedy)
+
+    def read(self) -> CellResults:
+        """The cell without its single examples; a UserError names the file that is damaged and what to do about it."""
+        configuration = self.description().model_dump(exclude_unset=True)
+        gradients, curve = self.path / GRADIENTS, self.path / CURVE
+        try:
+            return CellResults(
+                configuration,
+                read_means(self.path / RESULTS),
+                record=read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None,
+                curve=read_curve(curve) if os.path.lexists(curve) else None,
+            )
+        except UserError as error:
+            problem = str(error).split("; make it with")[0]  # a cell's record is not made by hand
+            raise UserError(f"{problem}; {self._remedy}") from error
+
+    def values(self, metrics: Sequence[str]) -> dict[str, pd.DataFrame]:
+        """Metric -> values, a row an example and a column a layer (one column, -1, if it has none)."""
+        return read_examples(self.path / RESULTS, metrics)
+
+    def examples(self) -> dict[str, Any] | None:
+        """The few examples that the cell kept for people to look at; None if it kept none."""
+        path = self.path / EXAMPLES
+        if not os.path.lexists(path):
+            return None
+        kept = read_typed(KeptExamples, path, self._remedy)
+        sizes = {len(shares) - len(one.options) for one in kept.examples for shares in one.probabilities.values()}
+        if sizes - {0} or any({"zsl", "icl", "ft"} - set(one.probabilities) for one in kept.examples):
+            raise UserError(f"{path}: damaged, it has not a probability for every option; {self._remedy}")
+        return kept.model_dump(exclude_unset=True, include={"demonstrations", "examples"})
+
+    def seconds(self) -> float:
+        """How long the cell took."""
+        return read_typed(CellTime, self.path / TIME, self._remedy).seconds
+
+    @property
+    def _remedy(self) -> str:
+        return f"remove the folder {self.path} {AGAIN}"
+
+    def write(
+        self,
+        description: Mapping[str, Any],
+        table: pd.DataFrame,
+        made_by: Mapping[str, Any],
+        *,
+        seconds: float,
+        gradients: tuple[pd.DataFrame, Any] | None = None,
+        curve: pd.DataFrame | None = None,
+        examples: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write all files into the folder; `gradients` are the record and the decoder it was made with."""
+        validated(CellDescription, description)
+        write_results(self.path / RESULTS, table, made_by)
+        if gradients is not None:
+            write_gradient_record(self.path / GRADIENTS, *gradients)
+        if curve is not None:
+            write_curve(self.path / CURVE, curve)
+        if examples is not None:
+            (self.path / EXAMPLES).write_text(json.dumps(examples, separators=(",", ":")), encoding="utf-8")
+        (self.path / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
+        (self.path / TIME).write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class ObservationFolder:
+    """The folder of one observation; its files are those that were written, to the last byte, or it is not read."""
+
+    path: Path
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is something of that name."""
+        return os.path.lexists(self.path)
+
+    def read(self) -> Observed:
+        """The observation; a UserError if anything about it is not as it was written."""
+        sums = read_typed(SumsFile, self.path / SUMS)
+        try:
+            found = {file.name: sha256_of(file) for file in self.path.iterdir() if file.name != SUMS}
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({reason_of(error)})") from error
+        if sums.key != self.path.name or found != sums.files:
+            raise UserError(f"{self.path}: damaged, its files are not those that were written")
+        _, seen = load_observations(self.path / OBSERVATION)
+        if "seen" not in seen:
+            raise UserError(f"{self.path / OBSERVATION}: not an observation of a run")
+        gradients = self.path / GRADIENTS
+        return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
+
+    def write(self, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None) -> None:
+        """Write all files into the folder, which will be the one of `key`."""
+        save_observations(self.path / OBSERVATION, {"seen": observation})
+        if gradients is not None:
+            write_gradient_record(self.path / GRADIENTS, *gradients)
+        sums = {file.name: sha256_of(file) for file in sorted(self.path.iterdir())}
+        (self.path / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")

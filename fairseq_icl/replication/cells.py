@@ -19,8 +19,8 @@ from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.readers import find_split
 from fairseq_icl.prompts.sampling import read_rows
-from fairseq_icl.settings import OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
-from fairseq_icl.training.methods import get_method, method_names
+from fairseq_icl.settings import CONTEXT, OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
+from fairseq_icl.training.methods import Method, get_method, method_names
 
 KEY_LENGTH = 20
 OWN = "fairseq_icl."
@@ -50,21 +50,6 @@ class Cell:
     """The model that the learning rate was made for, where it is another one."""
 
     @property
-    def init(self) -> str:
-        """What is kept of the checkpoint."""
-        return self.settings.init
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return self.settings.seed
-
-    @property
-    def permutation(self) -> int:
-        """Index of the permutation of the demonstrations."""
-        return self.settings.permutation
-
-    @property
     def spec(self) -> DatasetSpec:
         """What the dataset's YAML says."""
         return load_spec(self.source or self.dataset)
@@ -72,8 +57,9 @@ class Cell:
     @property
     def label(self) -> str:
         """The cell in one line, for progress and errors."""
-        run = f"seed {self.seed} permutation {self.permutation}"
-        return f"{self.model} {self.init} {self.dataset} {run} {self.method}{self.variant and f' [{self.variant}]'}"
+        init, seed, permutation = self.settings.init, self.settings.seed, self.settings.permutation
+        run = f"{self.model} {init} {self.dataset} seed {seed} permutation {permutation}"
+        return f"{run} {self.method}{self.variant and f' [{self.variant}]'}"
 
     def changed(self, *, method: str | None = None, **settings: Any) -> "Cell":
         """The cell with another method or other settings."""
@@ -93,8 +79,9 @@ class Cell:
 
         Two cells with the same result share the observation.
         """
-        settings = self.settings.relevant_to(OBSERVED[condition])
         method = self.method if condition == "ft" else condition
+        of_prompt = (CONTEXT,) if condition == "ft" and get_method(method).reads_prompt else ()
+        settings = self.settings.relevant_to((*OBSERVED[condition], *of_prompt))
         if condition == "ft":
             idle = {name: known.default for name, known in OF_TRAINING.items() if not get_method(method).reads(known)}
             settings = replace(settings, **idle)
@@ -132,7 +119,7 @@ class Keys:
                 prints["demonstrations"] = read_rows(described.settings.demonstrations)
             if kind not in ("zsl", "icl"):
                 methods = {cell.method, *get_method(cell.method).trained, described.settings.layer_clip_value}
-                prints["methods"] = [asdict(get_method(name)) for name in method_names() if name in methods]
+                prints["methods"] = [_described(get_method(name)) for name in method_names() if name in methods]
             self._keys[cell, kind] = _hash(described.configuration(), prints)
         return self._keys[cell, kind]
 
@@ -151,6 +138,16 @@ class Keys:
         stages = ", ".join(f"{stage} {STAGES[stage]}" for stage in PASSED[kind])
         prints = {"model": self.files.sha256, "dictionary": dictionary, "data": data_hash(self.data, cell.spec)}
         return prints | named | {"bpe": str(self.files.bpe), "stages": stages}
+
+
+def _described(method: Method) -> dict[str, Any]:
+    """A method as its cells' keys have it; what other packages do to states is told by their code."""
+    facts = asdict(method)
+    edit = facts.pop("edit")
+    if edit is None:
+        return facts
+    is_own = getattr(edit, "__module__", "").startswith(OWN)
+    return facts | {"edit": edit.__qualname__ if is_own else _hash(_source_of(edit))}
 
 
 def _hash(*content: Any) -> str:

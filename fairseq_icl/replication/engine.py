@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,23 @@ from fairseq_icl.files import give_back_memory, reason_of, remove, sha256_of, wr
 from fairseq_icl.models import Model, facts_of, load_from
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observing import Observation, observe
+from fairseq_icl.observing import observe
 from fairseq_icl.prompts.build import Prompts, build_prompts
+from fairseq_icl.replication.artefacts import Observed
 from fairseq_icl.replication.cells import Cell, Keys, data_hash, foreign_metrics
 from fairseq_icl.replication.find_model import find_model
-from fairseq_icl.replication.folders import CellFolder, Observed, ResultsFolder
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.graph import Need, Task, limits_of, observations_of, watches
 from fairseq_icl.results import provenance
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.examples import most_disagreeing
 from fairseq_icl.settings import OF_TRAINING
-from fairseq_icl.training import Watch, fine_tuned
 from fairseq_icl.training.dynamics import Curve
+from fairseq_icl.training.fine_tuning import Watch, fine_tuned
 from fairseq_icl.training.methods import get_method, training_command, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns
 
-ROOM = 2**28
+LEFT_FREE = 2**28
 """Bytes of the disk that are left to the results when a model is shared."""
 
 
@@ -77,12 +78,12 @@ class Engine:
             return self.prompts(task.cell)
         if task.kind == "model":
             return self.share_model(task)
-        inputs = Inputs(found[self.keys.of_prompts(task.cell)], found.get(self.keys.of_model(task.cell)))
+        prompts, shared_model = found[self.keys.of_prompts(task.cell)], found.get(self.keys.of_model(task.cell))
         if task.kind == "cell":
-            self.compute(task.cell, inputs)
+            self.compute(task.cell, prompts, shared_model)
         elif self._stored(task.key) is None:
-            seen, gradients = self.observe(task.cell, task.kind, inputs)
-            self.folder.keep_observation(task.key, seen, self._with_decoder(task.cell, inputs, gradients))
+            seen, gradients = self.observe(task.cell, task.kind, prompts, shared_model)
+            self.folder.keep_observation(task.key, seen, self._with_decoder(task.cell, shared_model, gradients))
         return None
 
     def prompts(self, cell: Cell) -> Prompts:
@@ -92,47 +93,33 @@ class Engine:
             raise UserError(f"{self.data}: the files of {cell.dataset} changed during the run; start it again")
         return prompts
 
-    def compute(self, cell: Cell, inputs: "Inputs") -> None:
-        """Compute and store a cell."""
+    def compute(self, cell: Cell, prompts: Prompts, shared_model: str | None) -> None:
+        """Compute and store a cell: ICL against its method, or two methods against each other."""
         start = time.perf_counter()
-        inputs = inputs.of(cell)
+        prompts = replace(prompts, settings=cell.settings)  # those of its neighbours, who may record or compare others
         needs = observations_of(cell, self.keys)
-        seen = [self._observed(need, inputs) for need in needs[:2]]
+        seen = [self._observed(need, prompts, shared_model) for need in needs[:2]]
         curve = None
         if watches(cell):
-            watched = Curve(inputs.prompts, seen[0][0], seen[1][0], cell.settings.curve_examples)
-            seen.append(self.observe(cell, "ft", inputs, watched.after_demonstration))
+            watched = Curve(prompts, seen[0][0], seen[1][0], cell.settings.curve_examples)
+            seen.append(self.observe(cell, "ft", prompts, shared_model, watched.after_demonstration))
             curve = watched.finish(seen[2][0])
         else:
-            seen += [self._observed(need, inputs) for need in needs[2:]]
-        observations = [observation for observation, _ in seen]
-        is_single = len(seen) == 3
-        gradients = self._with_decoder(cell, inputs, seen[2][1]) if is_single else None
-        examples = self._examples(inputs.prompts, *observations) if is_single else None
-        table = self.compare(cell, inputs.prompts, observations)
-        described, made_by = self._described(cell, inputs)
-
-        def write(folder: CellFolder) -> None:
-            seconds = time.perf_counter() - start
-            folder.write(
-                described, table, made_by, seconds=seconds, gradients=gradients, curve=curve, examples=examples
-            )
-
-        self.folder.finish(self.keys.of(cell), write)
-
-    def _examples(self, prompts: Prompts, zsl: Observation, icl: Observation, ft: Observation) -> dict[str, Any]:
-        """The few examples of the cell that people may look at."""
-        return most_disagreeing(prompts, zsl, icl, ft, self.files.spell)
-
-    def compare(self, cell: Cell, prompts: Prompts, observations: Sequence[Observation]) -> pd.DataFrame:
-        """The tidy table of the cell: ICL against its method, or two methods against each other."""
-        zsl, icl, *trained = observations
+            seen += [self._observed(need, prompts, shared_model) for need in needs[2:]]
+        zsl, icl, *trained = (observation for observation, _ in seen)
+        kept: dict[str, Any] = {"curve": curve}
+        if len(trained) == 1:
+            kept["gradients"] = self._with_decoder(cell, shared_model, seen[2][1])
+            kept["examples"] = most_disagreeing(prompts, zsl, icl, trained[0], self.files.spell)
         both: dict[str, Any] = {"other_ft": trained[1], "metrics": ["alpha"]} if len(trained) == 2 else {}
-        return compare(prompts, zsl, icl, *trained[:1], **both).assign(method=cell.method)
+        table = compare(prompts, zsl, icl, *trained[:1], **both).assign(method=cell.method)
+        description, made_by = self._described(cell, prompts, shared_model)
+        kept["seconds"] = time.perf_counter() - start
+        self.folder.finish(self.keys.of(cell), lambda folder: folder.write(description, table, made_by, **kept))
 
-    def _observed(self, need: Need, inputs: "Inputs") -> Observed:
+    def _observed(self, need: Need, prompts: Prompts, shared_model: str | None) -> Observed:
         """The observation: as it is stored, else made now."""
-        return self._stored(need.key) or self.observe(need.cell, need.condition, inputs)
+        return self._stored(need.key) or self.observe(need.cell, need.condition, prompts, shared_model)
 
     def _stored(self, key: str) -> Observed | None:
         """The stored observation; one that is damaged is removed."""
@@ -146,59 +133,61 @@ class Engine:
             self.folder.drop(key)
             return None
 
-    def observe(self, cell: Cell, condition: str, inputs: "Inputs", watch: Watch | None = None) -> Observed:
+    def observe(
+        self, cell: Cell, condition: str, prompts: Prompts, shared_model: str | None, watch: Watch | None = None
+    ) -> Observed:
         """Observe a condition now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
         gc.collect()  # fairseq's trainer is in a cycle, and with it what was trained last
         give_back_memory()
-        inputs = inputs.of(cell)
-        model, prompts = self.base_model(cell, inputs), inputs.prompts
+        model, prompts = self.base_model(cell, shared_model), replace(prompts, settings=cell.settings)
         if condition != "ft":
             return observe(model, prompts, in_context=condition == "icl"), None
         settings = {name: getattr(cell.settings, name) for name in OF_TRAINING}
         limit = limits_of(cell, self.keys)
-        limits = None if limit is None else self._observed(limit, inputs)[1]
-        watched: dict[str, Any] = {"limits": limits, "after_demonstration": watch}
-        with fine_tuned(model, prompts, cell.method, **watched, **settings) as tuned:
+        limits = None if limit is None else self._observed(limit, prompts, shared_model)[1]
+        with fine_tuned(model, prompts, cell.method, limits=limits, after_demonstration=watch, **settings) as tuned:
             return observe(tuned, prompts), tuned.gradients
 
     def _with_decoder(
-        self, cell: Cell, inputs: "Inputs", gradients: pd.DataFrame | None
+        self, cell: Cell, shared_model: str | None, gradients: pd.DataFrame | None
     ) -> tuple[pd.DataFrame, Any] | None:
         """A gradient record with the decoder that its file describes."""
-        return None if gradients is None else (gradients, self.base_model(cell, inputs).lm.decoder)
+        return None if gradients is None else (gradients, self.base_model(cell, shared_model).lm.decoder)
 
-    def _described(self, cell: Cell, inputs: "Inputs") -> tuple[dict[str, Any], dict[str, Any]]:
+    def _described(
+        self, cell: Cell, prompts: Prompts, shared_model: str | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What cell.json says, and the provenance inside its table."""
-        prompts = inputs.prompts
-        described: dict[str, Any] = {"cell": cell.configuration(), "context_rows": list(prompts.context_rows)}
-        described["rows"] = {split: record.as_dict() for split, record in prompts.rows.items()}
-        if get_method(cell.method).trains:
-            described["command"] = self.command(cell)
-            described["learns"] = choose_what_learns(self.base_model(cell, inputs).lm, cell.settings)
-            described["lr_made_for"] = cell.lender or cell.model
-        described["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
-        described["metrics"] = foreign_metrics()
-        made_by = provenance({}, precision=cell.settings.precision, device=cell.settings.device) | {
-            "checkpoints": {"base": self.files.sha256}
-        }
-        described |= {name: made_by[name] for name in ("machine", "versions")}
-        return described, made_by | {"config": described}
+        description: dict[str, Any] = {"cell": cell.configuration(), "context_rows": list(prompts.context_rows)}
+        description["rows"] = {split: asdict(record) for split, record in prompts.rows.items()}
+        if (method := get_method(cell.method)).trains:
+            options = training_options(method, cell.settings, self.files, str(self.data), cell.source or cell.dataset)
+            description["command"] = training_command(options)
+            description["learns"] = choose_what_learns(self.base_model(cell, shared_model).lm, cell.settings)
+            description["lr_made_for"] = cell.lender or cell.model
+        elif method.edit is not None:
+            description["learns"] = "no weight: states are edited"
+        description["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
+        description["metrics"] = foreign_metrics()
+        made_by = provenance({}, precision=cell.settings.precision, device=cell.settings.device)
+        description |= {name: made_by[name] for name in ("machine", "versions")}
+        return description, made_by | {"checkpoints": {"base": self.files.sha256}, "config": description}
 
-    def command(self, cell: Cell) -> str:
-        """The `fairseq-train` command that fine-tunes as the cell does."""
-        method, source = get_method(cell.method), cell.source or cell.dataset
-        return training_command(training_options(method, cell.settings, self.files, str(self.data), source))
+    def base_model(self, cell: Cell, shared_model: str | None = None) -> Model:
+        """The model before fine-tuning; loaded anew only if the init (or a random init's seed) changes.
 
-    def base_model(self, cell: Cell, inputs: "Inputs") -> Model:
-        """The model before fine-tuning; loaded anew only if the init (or a random init's seed) changes."""
-        wanted = cell.model_key()
-        if self._model is None or self._model[0] != wanted:
+        `shared_model` is the file of one that all workers map: its tensors are views of a private mapping. It is a
+        pickled module, which could run code: only a file that this user wrote is read.
+        """
+        key = cell.model_key()
+        if self._model is None or self._model[0] != key:
             self._model = None  # two large models would not fit side by side
-            mapped = _mapped(inputs.model) if inputs.model else None
-            if mapped is None:
-                self._model = (wanted, load_from(self.files, cell.settings))
+            path = Path(shared_model or "")
+            if shared_model and path.is_file() and path.stat().st_uid == os.geteuid():
+                lm: PretrainedLM = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+                self._model = (key, Model(lm, self.files, *facts_of(cell.settings)))
             else:
-                self._model = (wanted, Model(mapped, self.files, *facts_of(cell.settings)))
+                self._model = (key, load_from(self.files, cell.settings))
         return self._model[1]
 
     def share_model(self, task: Task) -> str:
@@ -211,7 +200,7 @@ class Engine:
         if task.cell.settings.device != "cpu" or path.is_file():
             return str(path) if path.is_file() else ""
         lm = load_from(self.files, task.cell.settings).lm
-        needed = sum(parameter.nbytes for parameter in lm.parameters()) + ROOM
+        needed = sum(parameter.nbytes for parameter in lm.parameters()) + LEFT_FREE
         try:
             if (free := shutil.disk_usage(path.parent).free) < needed:
                 raise UserError(f"{path.parent}: {needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} free")
@@ -221,31 +210,6 @@ class Engine:
             self.folder.say(f"{reason_of(error)}; so every worker loads a model of its own and needs the memory for it")
             return ""
         return str(path)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What an observation is made from."""
-
-    prompts: Prompts
-    model: str | None = None
-    """The file of a model that is shared; none: the process loads its own."""
-
-    def of(self, cell: Cell) -> "Inputs":
-        """The same for another cell of these prompts: it may differ in what is recorded or compared."""
-        return replace(self, prompts=replace(self.prompts, settings=cell.settings))
-
-
-def _mapped(file: str) -> PretrainedLM | None:
-    """The module in the file, its tensors views of a private mapping; None if the file is gone or not ours.
-
-    The file holds a pickled module, which could run code: only one that this user wrote is read.
-    """
-    path = Path(file)
-    if not path.is_file() or path.stat().st_uid != os.geteuid():
-        return None
-    lm: PretrainedLM = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    return lm
 
 
 def import_plugins(modules: Sequence[str]) -> None:

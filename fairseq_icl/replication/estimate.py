@@ -20,7 +20,7 @@ from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.graph import observations_of
 from fairseq_icl.replication.plan import borrowed_rates, counted
 from fairseq_icl.settings import OF_TRAINING
-from fairseq_icl.training import fine_tuned
+from fairseq_icl.training.fine_tuning import fine_tuned
 
 QUERIES, DEMONSTRATIONS = 8, 2
 """Of the probe."""

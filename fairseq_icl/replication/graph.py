@@ -8,7 +8,7 @@ methods of a seed); one that a single cell needs is made by that cell. Models ar
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fairseq_icl.replication.cells import Cell, Keys
@@ -41,8 +41,8 @@ class Need:
 def observations_of(cell: Cell, keys: Keys) -> list[Need]:
     """The observations that the cell compares: ZSL, ICL, and a fine-tuned model (two, where a method compares two)."""
     trained = [(cell.changed(method=name), "ft") for name in get_method(cell.method).trained]
-    wanted = ((cell, "zsl"), (cell, "icl"), *trained)
-    return [Need(keys.of(other, condition), other, condition) for other, condition in wanted]
+    compared = ((cell, "zsl"), (cell, "icl"), *trained)
+    return [Need(keys.of(other, condition), other, condition) for other, condition in compared]
 
 
 def limits_of(cell: Cell, keys: Keys) -> Need | None:
@@ -94,27 +94,18 @@ def _awaited(cell: Cell, keys: Keys) -> list[Need]:
 
 def watches(cell: Cell) -> bool:
     """Whether the cell looks at its model after every demonstration, and so fine-tunes it itself."""
-    return bool(cell.settings.curve_examples) and len(get_method(cell.method).trained) == 1
-
-
-def number_of_uses(graph: Sequence[Task]) -> Counter[str]:
-    """Key of a task -> how many others need it."""
-    return Counter(need for task in graph for need in task.needs)
+    return bool(cell.settings.curve_examples) and get_method(cell.method).trains
 
 
 def kept_for(cells: Sequence[Cell], keys: Keys) -> dict[str, set[str]]:
-    """Key of an observation or of a model -> the keys of the cells that need it."""
+    """Key of an observation or of a model -> the keys of the cells that need it.
+
+    A cell needs its model, what it compares, and a fine-tuning whose gradients limit those of its own.
+    """
     kept: dict[str, set[str]] = {}
     for cell in cells:
-        for key in _all_needs(cell, keys):
+        needs = observations_of(cell, keys)
+        limits = [limits_of(need.cell, keys) for need in needs if need.condition == "ft"]
+        for key in (keys.of_model(cell), *(need.key for need in (*needs, *limits) if need is not None)):
             kept.setdefault(key, set()).add(keys.of(cell))
     return kept
-
-
-def _all_needs(cell: Cell, keys: Keys) -> Iterator[str]:
-    """Its model, what it compares, and a fine-tuning whose gradients limit those of its own."""
-    yield keys.of_model(cell)
-    for need in observations_of(cell, keys):
-        yield need.key
-        if need.condition == "ft" and (limit := limits_of(need.cell, keys)) is not None:
-            yield limit.key

@@ -278,6 +278,8 @@ def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tup
     """
     rates, lenders = {}, [""]
     for name in get_method(method).trained:
+        if not get_method(name).reads(SETTINGS["lr"]):
+            continue
         rate, lender = _learning_rate(config, facts, name)
         if rate is None:
             source = "model.learning_rates" if config["model"]["learning_rates"] else config["paper"]
@@ -325,7 +327,7 @@ def counted(cells: Sequence[Cell], todo: Sequence[Cell]) -> str:
 
     def place(cell: Cell) -> tuple[str, ...]:
         said = ("" if values[cell][name] is None else str(values[cell][name]) for name in names)
-        return cell.init, cell.dataset, cell.method, *said
+        return cell.settings.init, cell.dataset, cell.method, *said
 
     planned, left = Counter(map(place, cells)), Counter(map(place, todo))
     rows: list[tuple[Any, ...]] = [("init", "dataset", "method", *names, "cells", "to do")]

@@ -1,23 +1,40 @@
 """Run a graph: in a plain loop here, or by Dask in processes of this machine, jobs of a cluster, a running scheduler.
 
-Which process computes a task, on which host, after whose death, is Dask's business. Ours: a task is a pure function of
-its key, finished work is found again, and of two that finish the same the second loses without harm (folders.py).
+Which process computes a task, on which host, after whose death, is Dask's business: it starts workers again that were
+killed, replaces those that are frozen (`distributed.scheduler.worker-ttl`, five minutes) and gives their tasks to
+others; jobs that end by their time limit are replaced. Ours: a task is a pure function of its key, finished work is
+found again, and of two that finish the same the second loses without harm (folders.py).
 """
 
 import logging
+import os
+import shutil
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
 from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.cells import Cell, foreign_metrics
+from fairseq_icl.replication.configuration import LOCAL, QUEUES, SCHEDULER, ClusterSettings
 from fairseq_icl.replication.engine import Engine, Job, import_plugins
-from fairseq_icl.replication.folders import ResultsFolder, StoreError
-from fairseq_icl.replication.graph import Task, graph_of, kept_for, number_of_uses
+from fairseq_icl.replication.folders import LOGS, ResultsFolder, StoreError
+from fairseq_icl.replication.graph import Task, graph_of, kept_for
 
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+FIRST_WORKER = 24 * 3600
+"""Seconds that the first job of a cluster may wait in its queue."""
 Tell = Callable[[str], None]
 """Told of every cell that is done, in a line."""
 Outcomes = Callable[[Job, Sequence[Task]], Iterator["Outcome"]]
@@ -63,7 +80,7 @@ def attempt(job: Job, task: Task, *needs: Outcome) -> Outcome:
 
 def in_this_process(job: Job, graph: Sequence[Task]) -> Iterator[Outcome]:
     """A plain loop: the order of the graph has everything after what it needs."""
-    left, found = number_of_uses(graph), dict[str, Outcome]()
+    left, found = Counter(need for task in graph for need in task.needs), dict[str, Outcome]()
     for task in graph:
         outcome = attempt(job, task, *(found[need] for need in task.needs))
         found[task.key] = outcome
@@ -91,7 +108,7 @@ def run(
     folder.sweep(alone=share == (1, 1))
     todo = unfinished(part_of(cells, *share), engine)
     for cell in todo:
-        folder.drop_cell(keys.of(cell))  # where it lacks a metric
+        folder.drop(keys.of(cell))  # where it lacks a metric
     graph = graph_of(todo, keys, folder, share_models=outcomes is not in_this_process)
     labels = {keys.of(cell): cell.label for cell in todo}
     waiting = kept_for(unfinished(cells, engine), keys)
@@ -110,8 +127,8 @@ def run(
                 folder.drop(key)
     if failures:
         first = next(iter(failures.values()))
-        told = f"{len(failures)} of {len(todo)} cells failed, the others are stored; {first}"
-        raise UserError(first if len(failures) == len(todo) else told)
+        some = f"{len(failures)} of {len(todo)} cells failed, the others are stored; {first}"
+        raise UserError(first if len(failures) == len(todo) else some)
 
 
 def part_of(cells: Sequence[Cell], number: int, parts: int) -> list[Cell]:
@@ -130,3 +147,173 @@ def part_of(cells: Sequence[Cell], number: int, parts: int) -> list[Cell]:
             chosen += group
         before += len(group)
     return chosen
+
+
+def way_to_run(workers: int, cluster: ClusterSettings, say: Callable[[str], None]) -> Outcomes:
+    """How a run with these settings is computed: in this process, or by Dask."""
+    if workers == 1 and cluster.kind == LOCAL:
+        return in_this_process
+    try:
+        import dask_jobqueue  # noqa: F401
+        import distributed  # noqa: F401
+    except ImportError as error:
+        given = f"workers={workers}" if cluster.kind == LOCAL else f"cluster={cluster.kind}"
+        raise UserError(f"{given}: needs Dask, which is not installed; pip install 'fairseq-icl[cluster]'") from error
+    return partial(by_dask, workers=workers, cluster=cluster, say=say)
+
+
+def by_dask(
+    job: Job, graph: Sequence[Task], *, workers: int, cluster: ClusterSettings, say: Callable[[str], None]
+) -> Iterator[Outcome]:
+    """Every task as one of Dask's; results of prompts stay with the workers."""
+    from distributed import as_completed
+
+    if not graph:
+        return
+    by_key = {task.key: task for task in graph}
+    left = Counter(need for task in graph for need in task.needs)
+    with client_of(workers, cluster, job.out / LOGS, say) as client:
+        futures: dict[str, Future] = {}
+        for number, task in enumerate(graph):
+            needs = [futures[need] for need in task.needs]
+            # In the order of the plan: neighbours share the model that a worker has loaded.
+            futures[task.key] = client.submit(attempt, job, task, *needs, key=task.key, priority=-number)
+        for future in as_completed([futures[task.key] for task in graph if task.kind != "prompts"]):
+            task = by_key[future.key]
+            yield _outcome_of(future)
+            for need in (task.key, *task.needs):
+                left[need] -= need != task.key
+                if not left[need] and (need != task.key or task.kind == "cell"):
+                    futures.pop(need, None)  # Dask forgets what nobody holds
+
+
+def _outcome_of(future: "Future") -> Outcome:
+    from distributed.scheduler import KilledWorker
+
+    try:
+        outcome: Outcome = future.result()
+        return outcome
+    except KilledWorker:
+        reason = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
+        return Outcome(str(future.key), failure=reason)
+
+
+@contextmanager
+def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[[str], None]) -> "Iterator[Client]":
+    """A client of the workers that the settings ask for; those that it starts end with it."""
+    import dask
+    from distributed import Client, LocalCluster
+
+    for name in ("distributed", "distributed.client", "tornado.application"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    threads = threads_each(workers if cluster.kind == LOCAL else 1, cluster)
+    variables = {f"{name}_NUM_THREADS": threads for name in ("OMP", "MKL", "OPENBLAS")}
+    with ExitStack() as opened, dask.config.set({"distributed.nanny.pre-spawn-environ": variables}):
+        opened.callback(_restore, dict(os.environ))  # Dask leaves in this process what it sets for its workers
+        if cluster.kind.startswith(SCHEDULER):
+            client = opened.enter_context(_connected(cluster.kind))
+        elif cluster.kind == LOCAL:
+            silent: dict[str, Any] = {"silence_logs": logging.CRITICAL, "dashboard_address": ":0", "memory_limit": 0}
+            local = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, **silent)
+            client = opened.enter_context(Client(opened.enter_context(local)))
+        else:
+            queue = opened.enter_context(_jobs(cluster, logs))
+            client = opened.enter_context(Client(queue))
+            _submit(queue, cluster)
+            say(f"waiting for the first of {cluster.jobs} jobs; their scripts are like this:\n{queue.job_script()}")
+        say(f"Dask's dashboard: {client.dashboard_link}")
+        if cluster.kind == LOCAL and torch.cuda.device_count() > 1:
+            client.register_plugin(_one_gpu_each())
+        client.wait_for_workers(1, timeout=FIRST_WORKER)
+        yield client
+
+
+def _restore(variables: dict[str, str]) -> None:
+    """Make these the environment variables of the process."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _connected(address: str) -> "Client":
+    from distributed import Client
+
+    try:
+        return Client(address, timeout="10s")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cluster={address}: no scheduler answers there; start one with dask scheduler") from error
+
+
+def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
+    """The cluster whose workers are jobs; a worker ends shortly before its job's time does, and another follows."""
+    import dask_jobqueue
+
+    name, command = QUEUES[cluster.kind]
+    if shutil.which(command) is None:
+        raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")
+    if len(str(logs).split()) > 1:
+        raise UserError(f"out={logs.parent}: job scripts cannot name a folder with blanks; choose another for cluster=")
+    minutes = cluster.walltime
+    margin = min(5.0, minutes / 4)
+    lifetime = ["--lifetime", f"{60 * (minutes - margin):.0f}s", "--lifetime-stagger", f"{30 * margin:.0f}s"]
+    options = {
+        "cores": 1,  # a worker does one task at a time, with as many threads as it has processors
+        "processes": 1,
+        "job_cpu": cluster.cpus,
+        "memory": cluster.memory,
+        "walltime": f"{int(minutes) // 60:02d}:{int(minutes) % 60:02d}:00",
+        "queue": cluster.queue,
+        "account": cluster.account,
+        "interface": cluster.interface,
+        "python": sys.executable,
+        "worker_extra_args": lifetime,
+        "log_directory": str(logs),
+        "job_script_prologue": [f"export OMP_NUM_THREADS={cluster.cpus}"],
+        "scheduler_options": {"dashboard_address": ":0"},
+    }
+    given = {name: value for name, value in options.items() if value is not None} | cluster.options
+    try:
+        return getattr(dask_jobqueue, name)(**given)
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"cluster={cluster.kind}: dask-jobqueue refuses these options ({error})") from error
+
+
+def _submit(queue: Any, cluster: ClusterSettings) -> None:
+    """Submit the jobs once in plain sight (`adapt` tries again and again in silence), then keep their number."""
+    from distributed.core import Status
+
+    async def submitted() -> None:
+        queue.scale(jobs=cluster.jobs)
+        await queue._correct_state()  # what scale() asks for, and then lets nobody see the end of
+
+    try:
+        queue.sync(submitted)
+    except RuntimeError as error:  # holds the submitting command's stderr, after a line "stderr:"
+        for job in queue.workers.values():
+            job.status = Status.failed  # without it Dask does not close
+        words = str(error).partition("stderr:")[2].strip() or str(error)
+        raise UserError(f"cluster={cluster.kind}: no job could be submitted ({' '.join(words.split())})") from error
+    queue.adapt(minimum_jobs=cluster.jobs, maximum_jobs=cluster.jobs)
+
+
+def threads_each(count: int, cluster: ClusterSettings) -> int:
+    """Threads of each process: what OMP_NUM_THREADS says, else an equal part of this machine or a job's processors."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    return max(1, len(os.sched_getaffinity(0)) // count) if cluster.kind == LOCAL else cluster.cpus
+
+
+def _one_gpu_each() -> Any:
+    """A plugin of the workers: each sees one GPU of the machine, by its number."""
+    from distributed import WorkerPlugin
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+
+    class OneGpu(WorkerPlugin):
+        """Chooses the GPU before torch looks for one."""
+
+        def setup(self, worker: Any) -> None:
+            devices = visible.split(",")
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(worker.name) % len(devices)]
+
+    return OneGpu()

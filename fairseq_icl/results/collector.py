@@ -50,13 +50,26 @@ def compare(
 ) -> pd.DataFrame:
     """Every metric on observations of the same queries, as a tidy table.
 
-    **Arguments**
-    - `zsl`, `icl`, `ft`: what `observe` returned in each condition; without `ft`, the metrics that need none.
-    - `other_ft`: a second fine-tuned model; adds `alpha`, the SimAM_delta between the two.
-    - `metrics`: names; by default all that the observations allow, but for `sim_weights`, which needs `weights`.
+    Args:
+        prompts: What was observed.
+        zsl: What `observe` returned without demonstrations.
+        icl: The same with `in_context=True`.
+        ft: The same of the fine-tuned model; without it, the metrics that need none.
+        other_ft: Of a second fine-tuned model; adds `alpha`, the SimAM_delta between the two.
+        metrics: Names; by default all that the observations allow, but for `sim_weights`, which needs `weights`.
+        weights: Implicit weight updates of ICL and those of FT (`fairseq_icl.observing.weight_updates`).
 
-    **Returns** the columns of `fairseq_icl.results.COLUMNS`: dataset, seed, permutation, method, init, metric, layer,
-    example, value, low, high. Means over examples have no `example` but a 95 % bootstrap interval [low, high].
+    Returns:
+        A row for every metric, layer and example; columns dataset, seed, permutation, method, init, metric, layer,
+            example, value, low, high. A mean over examples has no `example` but a 95 % bootstrap interval [low, high];
+            a mean over layers, and what has none, has no `layer`. What is not defined is left out and counted as
+            `undefined_METRIC`.
+
+    Example:
+        ```python
+        table = fi.compare(prompts, zsl, icl, ft)
+        means = table[table["example"].isna() & table["layer"].isna()].set_index("metric")["value"]
+        ```
     """
     settings = prompts.settings
     precisions = dict.fromkeys(
@@ -79,6 +92,10 @@ def compare(
     give_back_memory()
     collector.skipped_updates = getattr(ft, "skipped_updates", 0)
     method = "none" if ft is None else ft.method
+    if ft is not None and torch.equal(ft.prediction, zsl.prediction):
+        logger.warning(
+            "%s changed no prediction: Rec2FTP and the like are undefined; a higher lr may change some", method
+        )
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 
 
@@ -213,11 +230,12 @@ class Seen:
 class Collector:
     """Computes metrics as examples come in and keeps one number an example and layer.
 
-    **Arguments**
-    - `names`: metrics to compute, by default all that the given observations allow.
-    - `settings`: decide what names such as `sim_am_delta` and `sim_aou_random` mean; by default the authors'.
-    - `training`: training tokens, for the metrics on attention to them; computed for the first `training_examples`.
-    - `seed`: of the bootstrap.
+    Args:
+        names: Metrics to compute, by default all that the given observations allow.
+        settings: Decide what names such as `sim_am_delta` and `sim_aou_random` mean; by default the authors'.
+        training: Training tokens, for the metrics on attention to them.
+        training_examples: For how many of the first examples these are computed.
+        seed: Of the bootstrap.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fairseq_icl.metrics import Observation
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
-from fairseq_icl.prompts.build import Prompts, Query
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query
 from fairseq_icl.results.collector import training_tokens
 
 KEPT = 6

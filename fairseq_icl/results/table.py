@@ -72,7 +72,19 @@ def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str
 
 
 def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """(table, provenance) of a file that `write_results` wrote."""
+    """What a results file holds.
+
+    Args:
+        path: `results.parquet` of a cell, or what `fairseq-icl score --results` wrote (.parquet or .csv).
+
+    Returns:
+        The table, as `compare` returns it, and its provenance: configuration, versions, checkpoints, machine.
+
+    Example:
+        ```python
+        table, provenance = read_results("RUN/results.parquet")
+        ```
+    """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such results file")
@@ -129,7 +141,20 @@ _MISSING = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper(
 
 
 def means(table: pd.DataFrame, layers: bool = False) -> pd.DataFrame:
-    """The rows that are means over examples and layers (or, with `layers`, the means of single layers), and counts."""
+    """The rows of a table that are means over examples, and counts.
+
+    Args:
+        table: Of `compare` or `read_results`.
+        layers: The means of single layers, in place of those over all layers.
+
+    Returns:
+        The rows without `example`.
+
+    Example:
+        ```python
+        means(table).set_index("metric")["value"]
+        ```
+    """
     single_layer = table["layer"].notna()
     return table[table["example"].isna() & (single_layer if layers else ~single_layer)]
 

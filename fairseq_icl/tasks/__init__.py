@@ -5,7 +5,7 @@ this process imports it as well. It is the one place that changes fairseq's comm
 """
 
 from fairseq_icl import compat
-from fairseq_icl.criterions import icl_similarity, layer_causal_ce, match_icl, short_circuit_ce
+from fairseq_icl.criterions import icl_similarity, layer_causal_ce, match_icl
 from fairseq_icl.models import attention_lm, linearized_lm, pretrained_lm
 from fairseq_icl.tasks import demonstration_prompting
 from fairseq_icl.tasks.restore import restore
@@ -20,5 +20,4 @@ __all__ = [
     "linearized_lm",
     "match_icl",
     "pretrained_lm",
-    "short_circuit_ce",
 ]

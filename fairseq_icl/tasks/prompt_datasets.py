@@ -9,7 +9,8 @@ from fairseq.data import FairseqDataset, data_utils
 
 from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.prompts import PAD
-from fairseq_icl.prompts.build import FinetuningSequence, Prompts
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import FinetuningSequence
 
 
 class _OfKnownLengths(FairseqDataset):

@@ -14,12 +14,17 @@ turns up, and divided by the sum of all exponentials at the end.
 Why not `F.linear_cross_entropy`: its chunked path forms a sum over all rows, so the losses of single layers would need
 one call a layer, and a product with the 30 rows of one layer is bound by reading U (51,200 x 768 floats) from memory.
 On two busy CPU cores at that shape its own choice of chunks took 10 s for 12 layers, this file 0.5 s.
+
+**Short-circuited fine-tuning** (method short_circuit) cuts the model after one layer, which learns there by ordinary
+backpropagation: loss = CE( U( layer_l( ... layer_0(x) ) ), target ). Layers above the cut take no part and do not
+change. The second paper motivates layer-causal descent by it: there every layer is such a cut, but for its own weights
+alone. How the cut model answers is part of every observation (observing/layers.py).
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.attention import replaced_forward
 
 LOGITS_AT_A_TIME = 2**21
 """About so many are alive: 8 MB. Twice as many, or half, take as long."""
@@ -49,7 +55,7 @@ def layer_losses(
         with layer_states(decoder, layers, point) as states:
             # Through `model` and not `decoder`: DistributedDataParallel sets up its reduction in its own forward.
             model(**net_input, features_only=True)
-        return tuple(_before_unembedding(decoder, states[layer].transpose(0, 1)[scored]) for layer in layers)
+        return tuple(before_unembedding(decoder, states[layer].transpose(0, 1)[scored]) for layer in layers)
 
     evaluate: Callable[..., Any] | None = getattr(model, "evaluate", None)  # a linearized model adds first-order terms
     per_layer = evaluate(features) if evaluate is not None else features()  # layers x (tokens, dim)
@@ -63,13 +69,13 @@ def decoder_of(model: Any) -> Any:
     return model.decoder
 
 
-def check_decoder(decoder: Any, layers: str | None, point: str = "layer") -> range:
+def check_decoder(decoder: Any, layers: str | None, point: str = "layer", what: str = "layer-causal training") -> range:
     """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
     head = decoder.output_projection
     if decoder.adaptive_softmax is not None or not isinstance(head, nn.Linear) or head.bias is not None:
         raise UserError(
-            "layer-causal training: the model's output layer is not one plain matrix (adaptive softmax?); "
-            "use --criterion cross_entropy"
+            f"{what}: the model's output layer is not one plain matrix (adaptive softmax?); "
+            "use --criterion cross_entropy (gd)"
         )
     if point == "attention" and any(getattr(layer, "parallel_residual", False) for layer in decoder.layers):
         raise UserError(
@@ -128,7 +134,7 @@ def _observe(layer: Any, point: str, states: dict[int, Tensor], index: int) -> t
     return layer.self_attn_layer_norm.register_forward_hook(lambda _, __, output: states.update({index: output}))
 
 
-def _before_unembedding(decoder: Any, x: Tensor) -> Tensor:
+def before_unembedding(decoder: Any, x: Tensor) -> Tensor:
     """What the output projection reads: x (tokens, dim) after the final layer norm (if the model has one), frozen."""
     for module in (decoder.layer_norm, decoder.project_out_dim):
         if module is not None:
@@ -195,3 +201,25 @@ def _losses_and_gradient(
     if means is None:
         return losses, None
     return losses, means.div_(total).t().sub(unembedding[targets]).to(rows.dtype)
+
+
+def layer_of_cut(layers: str | None, num_layers: int) -> int:
+    """The layer after which the model is cut: the one that the setting `layers` names, by default the last."""
+    if layers is None:
+        return num_layers - 1
+    chosen = parse_layers(layers, num_layers)
+    if len(chosen) > 1:
+        raise UserError(f"layers={layers}: a short circuit is after one layer; give one of 0-{num_layers - 1}")
+    return chosen[0]
+
+
+def cut_after(decoder: Any, layer: int) -> AbstractContextManager[None]:
+    """While open, the layers above `layer` (from 0) hand on what they are given."""
+    return skipped(list(decoder.layers)[layer + 1 :])
+
+
+@contextmanager
+def skipped(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, these layers of a decoder give back what they get."""
+    with replaced_forward({layer: lambda _: lambda x, *_, **__: (x, None, None) for layer in layers}):
+        yield

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.training.gradients import GradientControl
-from fairseq_icl.training.short_circuit import skipped
+from fairseq_icl.training.layer_causal import skipped
 
 
 def sequential_step(

@@ -10,7 +10,7 @@ from benchmarks import authors
 from benchmarks.shapes import sequence
 from benchmarks.training import samples_of
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 from tests.conftest import SET_A
 
 TASK = "tiny2"

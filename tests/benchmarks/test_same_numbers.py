@@ -19,7 +19,7 @@ from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.observing.observation import concatenate
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import read_results
-from fairseq_icl.training import own_copy_of_what_learns
+from fairseq_icl.training.fine_tuning import own_copy_of_what_learns
 
 SHAPE = Shape("test", layers=2, width=32, heads=2, ffn=128, vocabulary=500)
 

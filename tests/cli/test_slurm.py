@@ -62,7 +62,7 @@ def workers() -> list[int]:
 
 @needs_slurm
 def test_a_worker_is_killed_and_a_job_ends_and_the_tables_are_those_of_a_local_run(cluster, tmp_path, capfd):
-    out, done = tmp_path / "a run", []  # names may hold spaces
+    out, done = tmp_path / "run", []
 
     def strike() -> None:
         """First a worker, whose nanny starts another; then a whole job, as its time limit would end it."""
@@ -84,7 +84,7 @@ def test_a_worker_is_killed_and_a_job_ends_and_the_tables_are_those_of_a_local_r
     demo(tmp_path / "local", "quiet=true")
     assert tables(out) == tables(tmp_path / "local")
     assert len(tables(out)) == 8
-    assert list((out / "jobs").glob("slurm-*.out"))
+    assert list((out / "jobs").glob("dask-worker-*.out"))
     deadline = time.monotonic() + 60
     while jobs() and time.monotonic() < deadline:  # the jobs end with the command
         time.sleep(0.2)
@@ -102,3 +102,11 @@ def test_without_the_command_that_submits_jobs_it_says_so(tmp_path, monkeypatch)
 def test_what_dask_jobqueue_refuses_is_one_line(cluster, tmp_path):
     with pytest.raises(UserError, match=r"cluster=slurm: dask-jobqueue refuses these options"):
         demo(tmp_path / "run", *JOBS, "cluster.options.nonsense=3")
+
+
+@needs_slurm
+def test_jobs_that_cannot_be_submitted_are_one_line(cluster, tmp_path):
+    with pytest.raises(UserError, match=r"cluster=slurm: no job could be submitted \(.*invalid partition"):
+        demo(tmp_path / "run", *JOBS, "cluster.queue=nowhere")
+    with pytest.raises(UserError, match=r"out=.*a run: job scripts cannot name a folder with blanks"):
+        demo(tmp_path / "a run", *JOBS)

@@ -3,8 +3,9 @@
 import os
 import signal
 import subprocess
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -12,8 +13,8 @@ import pytest
 
 from fairseq_icl.commands.replicate import run_configuration
 from fairseq_icl.replication import engine
-from fairseq_icl.replication.clusters import threads_each
 from fairseq_icl.replication.configuration import ClusterSettings
+from fairseq_icl.replication.run import threads_each
 from tests.commands import BIN
 from tests.replication.toy_run import configuration, run, settings, tables
 from tests.world import World
@@ -87,38 +88,37 @@ def test_two_workers_give_the_bytes_of_one_load_every_model_once_and_leave_nothi
     assert [path.name for name in ("observations", "models") for path in (out / name).iterdir()] == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_worker_that_is_lost_is_replaced(world, alone, tmp_path, monkeypatch, how):
-    import dask
+@contextmanager
+def started(world: World, out: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The command with two workers, in a session of its own; nobody of it outlives the test."""
+    words = [str(BIN / "fairseq-icl"), "replicate", *settings(world, out, *CELLS), "workers=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | variables
+    process = subprocess.Popen(words, text=True, stderr=subprocess.PIPE, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
-    out, victims = tmp_path / "run", []
 
-    def strike() -> None:
-        wait_until(lambda: finished(out) >= 1)
-        victims.extend(descendants(os.getpid())[:1])
-        os.kill(victims[0], how)
-
-    actor = threading.Thread(target=strike)
-    actor.start()
-    with dask.config.set({"distributed.scheduler.worker-ttl": "30s"}):
-        run_configuration(configuration(world, out, *CELLS, "workers=2"))
-    actor.join()
-    assert victims
+def test_a_worker_that_is_killed_and_one_that_is_frozen_are_replaced(world, alone, tmp_path):
+    out = tmp_path / "run"
+    with started(world, out, DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL="15s") as process:
+        for number, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+            wait_until(lambda number=number: finished(out) >= number and len(descendants(process.pid)) == 2)
+            os.kill(descendants(process.pid)[0], how)
+        _, said = process.communicate(timeout=240)
+    assert (process.returncode, said) == (0, "")
     assert tables(out) == alone
-    wait_until(lambda: not command_line(victims[0]) or how == signal.SIGSTOP)
-    if command_line(victims[0]):
-        os.kill(victims[0], signal.SIGKILL)
 
 
 def test_the_end_of_the_parent_is_the_end_of_its_workers(world, alone, tmp_path):
     out = tmp_path / "run"
-    words = [str(BIN / "fairseq-icl"), "replicate", *settings(world, out, *CELLS), "workers=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    process = subprocess.Popen(words, text=True, stderr=subprocess.PIPE, env=environment)
-    wait_until(lambda: finished(out) or process.poll() is not None)
-    workers = descendants(process.pid) if process.poll() is None else []
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
+    with started(world, out) as process:
+        wait_until(lambda: finished(out) or process.poll() is not None)
+        workers = descendants(process.pid) if process.poll() is None else []
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
     assert len(workers) == 2
     assert (process.returncode, said) == (143, "terminated; what is finished is kept\n")
     wait_until(lambda: not any(map(command_line, workers)))

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from fairseq_icl.prompts.catalogue import FOLDER, load_spec
-from fairseq_icl.prompts.readers import SPLITS, read_split
-from fairseq_icl.prompts.rows import hash_row, record_rows
+from fairseq_icl.prompts.readers import SPLITS, hash_row, read_split, record_rows
 from tests.fetching.loopback_hub import LoopbackHub, Repo
 
 SIX = ("sst2", "sst5", "mr", "subj", "agnews", "cb")

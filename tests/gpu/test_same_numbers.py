@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fairseq_icl as fi
-from fairseq_icl.theory.on_decoder import fine_tuned_updates
+from fairseq_icl.theory.on_decoder import attention_change
 from tests.gpu.conftest import OnGPUs
 from tests.models.hf_reference import reference_model, save
 from tests.world import World
@@ -85,11 +85,12 @@ def test_hugging_face_models(on_gpus: OnGPUs, world: World, tmp_path: Path, fami
     assert_same(on_gpus(pipeline, folder, world, "fp32", "gd"), expected, TOLERANCE["fp32"])
 
 
-def theory_updates(world: World) -> list[Tensor]:
+def theory_numbers(world: World) -> list[Tensor]:
     decoder = fi.load_model(world.model, bpe=None).lm.decoder
-    return [update.cpu() for update in fine_tuned_updates(decoder, [(2, 5, 6, 7), (2, 8, 9)], lr=0.1)]
+    seen = attention_change(decoder, (2,), (2, 5, 6, 7), [(8, 9), (5, 8)])
+    return [seen.share.cpu(), seen.direct.cosine.cpu()]
 
 
 def test_theory_runs_where_the_decoder_is(on_gpus: OnGPUs, world: World) -> None:
-    for found, expected in zip(on_gpus(theory_updates, world), theory_updates(world), strict=True):
+    for found, expected in zip(on_gpus(theory_numbers, world), theory_numbers(world), strict=True):
         torch.testing.assert_close(found, expected)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fairseq_icl.metrics.depth import accuracy_by_depth, logprob_by_depth
-from fairseq_icl.metrics.predictions import accuracy
+from fairseq_icl.metrics.predictions import accuracy, accuracy_by_depth, logprob_by_depth
 from fairseq_icl.observing.observation import Observation
 from fairseq_icl.results.collector import Collector
 from tests.metrics.observations import random_observation

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fairseq_icl.metrics.output_distributions import gold_probability, token_overlap
+from fairseq_icl.metrics.predictions import gold_probability, token_overlap
 from fairseq_icl.observing.observation import Observation
 from tests.metrics.observations import random_observation
 from tests.observing.tiny import CONTEXT, look, make_queries, tiny_model

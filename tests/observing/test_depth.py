@@ -8,7 +8,7 @@ import torch
 
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observing.depth import states_at
+from fairseq_icl.observing.layers import states_at
 from tests.observing.tiny import look, make_queries, tiny_model
 
 WAYS = {"zero-shot": {}, "prefix": {"in_context": True}, "whole prompt": {"in_context": True, "whole_prompt": True}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fairseq_icl.observing.layout import Packed, lay_out, plan_batches, sequences_of
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 from tests.observing.tiny import make_queries
 
 

@@ -17,7 +17,7 @@ from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.observing.observation import concatenate
 from fairseq_icl.observing.prefix import run_prefix
 from fairseq_icl.observing.probe import attention_modules
-from fairseq_icl.prompts.build import Query
+from fairseq_icl.prompts.encoding import Query
 from tests.observing.tiny import CONTEXT, as_model, look, make_prompts, make_queries, tiny_model
 
 KINDS = ("single", "multi", "inputs")

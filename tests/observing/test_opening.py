@@ -8,10 +8,11 @@ import torch
 from fairseq_icl.models.attention import Rule, set_rule
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing import Observer, observe
-from fairseq_icl.observing.last_layer import last_feed_forward_at
+from fairseq_icl.observing.layers import last_feed_forward_at
 from fairseq_icl.observing.layout import lay_out
 from fairseq_icl.observing.prefix import run_prefix
-from fairseq_icl.prompts.build import Prompts, Query
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query
 from tests.observing.test_observing import KINDS, POSITIONS, assert_same
 from tests.observing.tiny import CONTEXT, as_model, make_prompts, make_queries, tiny_model
 from tests.training.small_models import small_model

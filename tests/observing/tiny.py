@@ -13,7 +13,8 @@ from fairseq_icl.models import Model
 from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing import Observation, Observer
-from fairseq_icl.prompts.build import Prompts, Query
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import Query
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import SENTIMENT, spec_of
 

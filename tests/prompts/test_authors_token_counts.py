@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fairseq_icl.prompts import Writing, sampling
-from fairseq_icl.prompts.build import RowEncoder
 from fairseq_icl.prompts.catalogue import load_spec
+from fairseq_icl.prompts.encoding import RowEncoder
 from fairseq_icl.prompts.readers import read_split
 from fairseq_icl.replication.report.published import authors_trajectory, published_figures
 

@@ -6,8 +6,9 @@ import pytest
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Writing
-from fairseq_icl.prompts.build import Prompts, RowEncoder, build_prompts
+from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
+from fairseq_icl.prompts.encoding import RowEncoder
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import (
     CHOICE,

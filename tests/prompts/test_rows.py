@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from fairseq_icl.commands import datasets, doctor
 from fairseq_icl.prompts import Writing
 from fairseq_icl.prompts.build import build_prompts
 from fairseq_icl.prompts.catalogue import dataset_names, load_spec
-from fairseq_icl.prompts.readers import SPLITS, read_split
-from fairseq_icl.prompts.rows import compare_rows, hash_row, record_rows
+from fairseq_icl.prompts.readers import SPLITS, compare_rows, hash_row, read_split, record_rows
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import CHOICE, SENTIMENT, encode_words, spec_of, write_jsonl, write_sentiment
 
@@ -108,7 +108,7 @@ def test_prompts_remember_the_rows_they_were_drawn_from_and_warn_once(tmp_path, 
             prompts = build_prompts(spec, tmp_path, Writing(encode_words), Settings(num_demonstrations=4, seed=seed))
     train, valid = read_split(tmp_path, spec, "train"), read_split(tmp_path, spec, "valid")
     assert prompts.rows["train"].sha256 == record_rows(spec, train).sha256
-    assert prompts.rows["valid"].as_dict() == {
+    assert asdict(prompts.rows["valid"]) == {
         "count": 6,
         "sha256": record_rows(spec, valid).sha256,
         "likeness": "other",

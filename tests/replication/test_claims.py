@@ -21,8 +21,7 @@ from fairseq_icl.replication.report.claims import (
     summary,
     verdicts,
 )
-from fairseq_icl.replication.report.effects import Part, satterthwaite
-from fairseq_icl.replication.report.evidence import Sample
+from fairseq_icl.replication.report.effects import Part, Sample, satterthwaite
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.text import effect_text, plain_verdicts, verdict_sheet
 from tests.replication import claims_world as world

@@ -11,7 +11,7 @@ import pytest
 
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication.engine import Engine
+from fairseq_icl.replication import engine
 from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report.run import load_run
 from tests.replication.toy_run import run, tables
@@ -218,7 +218,7 @@ OBSERVATION_DAMAGE += [without_sums, of_another_key]
 def test_damaged_observations_are_made_again_with_a_line(world, sound, tmp_path, monkeypatch, capsys, damage):
     out = tmp_path / "run"
     with monkeypatch.context() as patched:  # stop after the first cell: its observations are kept for the second
-        patched.setattr(Engine, "compare", stop_at_second())
+        patched.setattr(engine, "compare", stop_at_second())
         with pytest.raises(KeyboardInterrupt):
             run(world, out, *CELLS)
     kept = sorted((out / "observations").iterdir())
@@ -233,12 +233,12 @@ def test_damaged_observations_are_made_again_with_a_line(world, sound, tmp_path,
 
 
 def stop_at_second() -> Callable[..., object]:
-    compare, calls = Engine.compare, []
+    compare, calls = engine.compare, []
 
-    def stopping(self, cell, prompts, observations):
-        calls.append(cell)
+    def stopping(*observations, **options):
+        calls.append(observations)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return compare(self, cell, prompts, observations)
+        return compare(*observations, **options)
 
     return stopping

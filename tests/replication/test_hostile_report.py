@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_icl.replication.folders import CellFolder, ResultsFolder
+from fairseq_icl.replication.artefacts import CellFolder
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report import write_report
 from fairseq_icl.replication.report.html import anchor
 from fairseq_icl.replication.report.run import Run, load_run

@@ -5,8 +5,8 @@ import torch
 
 import fairseq_icl as fi
 from fairseq_icl.replication.plan import expand
+from fairseq_icl.replication.report.experiments import ORDER_COLUMNS, order_tables
 from fairseq_icl.replication.report.figures import all_figures
-from fairseq_icl.replication.report.order import COLUMNS, order_tables
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.training.methods import get_method, name_of_method
 from tests.replication.toy_run import configuration, run
@@ -22,12 +22,14 @@ def ordered(world, tmp_path_factory):
 def test_fine_tuning_sees_the_order_of_the_prompt(world, tmp_path):
     cells = expand(configuration(world, tmp_path, *WORDS))
     assert {cell.settings.finetuning_order for cell in cells} == {"icl"}
-    assert sorted({cell.permutation for cell in cells}) == [0, 1, 5]
+    assert sorted({cell.settings.permutation for cell in cells}) == [0, 1, 5]
 
 
 def test_the_spread_of_fine_tuning_on_all_at_once_is_rounding(ordered):
     (table,) = order_tables(ordered)
-    rows = {name: dict(zip(COLUMNS, (entry.mean for entry in entries), strict=True)) for name, entries in table.rows}
+    rows = {
+        name: dict(zip(ORDER_COLUMNS, (entry.mean for entry in entries), strict=True)) for name, entries in table.rows
+    }
     steps, at_once = rows["toy: gd, 3 orders"], rows["toy: gd_full_batch, 3 orders"]
     assert at_once["FT: probability, SD"] < 1e-5 < steps["FT: probability, SD"]
     assert at_once["FT: changed predictions"] == 0

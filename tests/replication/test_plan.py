@@ -20,17 +20,17 @@ def plan(*overrides: str):
 
 def test_deutch2024_has_the_papers_runs():
     cells = plan("experiment=deutch2024")
-    runs = {(c.dataset, c.seed, c.permutation, c.settings.lr) for c in cells}
+    runs = {(c.dataset, c.settings.seed, c.settings.permutation, c.settings.lr) for c in cells}
     assert {("sst2", 2, 0, 0.0005), ("mr", 6, 1, 0.003), ("cb", 5, 2, 0.08)} <= runs
     assert len(runs) == 18
-    assert Counter((c.init, c.method) for c in cells) == {
+    assert Counter((c.settings.init, c.method) for c in cells) == {
         ("pretrained", "gd"): 18,
         ("pretrained", "lcgd"): 18,
         ("pretrained", "alpha"): 18,
         ("trained-embeddings", "gd"): 15,
         ("layer-norms", "gd"): 15,
     }
-    assert not [c for c in cells if c.init != "pretrained" and c.dataset == "agnews"]
+    assert not [c for c in cells if c.settings.init != "pretrained" and c.dataset == "agnews"]
     assert all(c.settings.num_demonstrations == 32 for c in cells)
 
 
@@ -39,21 +39,25 @@ def test_cells_of_one_model_follow_each_other():
     models = [cell.model_key() for cell in cells]
     changes = sum(one != other for one, other in pairwise(models))
     assert changes + 1 == len(set(models)) == 1 + 2 * 2  # the trained one; two random ones a seed
-    assert [c.dataset for c in cells if c.init == "layer-norms" and c.seed == 4] == ["sst2", "sst5", "cb"]
+    assert [c.dataset for c in cells if c.settings.init == "layer-norms" and c.settings.seed == 4] == [
+        "sst2",
+        "sst5",
+        "cb",
+    ]
 
 
 def test_dai2023_has_the_papers_settings_for_each_size():
     small = {c.dataset: c for c in plan("experiment=dai2023")}
     large = {c.dataset: c for c in plan("experiment=dai2023", "model=2.7b")}
-    assert [small["sst2"].seed, large["sst2"].seed, large["mr"].seed] == [2, 7, 1]
+    assert [small["sst2"].settings.seed, large["sst2"].settings.seed, large["mr"].settings.seed] == [2, 7, 1]
     assert [small["cb"].settings.lr, large["cb"].settings.lr] == [0.08, 0.01]
     assert [small[name].settings.num_demonstrations for name in ("cb", "agnews", "mr")] == [19, 22, 32]
-    assert {c.permutation for c in small.values()} == {0}
+    assert {c.settings.permutation for c in small.values()} == {0}
 
 
 def test_audit_switches_every_difference_alone_and_all_together():
     cells = plan("experiment=audit", "dataset=[sst2]", "seed=2", "method=gd")
-    trained = {c.variant: c.settings for c in cells if c.init == "pretrained"}
+    trained = {c.variant: c.settings for c in cells if c.settings.init == "pretrained"}
     authors = trained[""]
     single = {name: len(known.choices) - 1 for name, known in READING.items() if name != "final_norm"}
     assert len(trained) == sum(single.values()) + 2
@@ -63,7 +67,7 @@ def test_audit_switches_every_difference_alone_and_all_together():
         if variant not in ("", "reading=paper"):
             name, value = variant.split("=")
             assert settings == replace(authors, **{name: value})
-    untrained = {c.variant for c in cells if c.init == "trained-embeddings"}
+    untrained = {c.variant for c in cells if c.settings.init == "trained-embeddings"}
     assert untrained == {"", "final_norm=kept", "reading=paper"}
 
 
@@ -81,8 +85,8 @@ def test_label_switching_and_clipping_vary_what_they_say():
 
 
 def test_no_training_is_what_the_logs_name_or_what_the_text_says():
-    authors = {cell.init for cell in plan("experiment=deutch2024")}
-    paper = {cell.init for cell in plan("experiment=deutch2024", "reading=paper")}
+    authors = {cell.settings.init for cell in plan("experiment=deutch2024")}
+    paper = {cell.settings.init for cell in plan("experiment=deutch2024", "reading=paper")}
     assert authors == {"pretrained", "trained-embeddings", "layer-norms"}
     assert paper == {"pretrained", "trained-embeddings", "untrained"}
     assert len(plan("experiment=deutch2024")) == len(plan("experiment=deutch2024", "reading=paper")) == 84
@@ -96,7 +100,7 @@ def test_variants_may_bring_their_own_k():
 
 def test_overrides_choose_parts_and_keep_the_papers_permutations():
     cells = plan("experiment=deutch2024", "dataset=[mr]", "seed=[7,5,11]", "method=lcgd", "lr=0.5", "lr_scale=0.1")
-    assert [(c.seed, c.permutation) for c in cells] == [(7, 2), (5, 0), (11, 2)]
+    assert [(c.settings.seed, c.settings.permutation) for c in cells] == [(7, 2), (5, 0), (11, 2)]
     assert {c.settings.lr for c in cells} == {0.05}
 
 
@@ -151,10 +155,12 @@ def test_observations_are_shared_by_what_cannot_change_them():
     assert gd.observed("zsl") == lcgd.observed("zsl") == alpha.observed("zsl")
     assert gd.observed("icl") == lcgd.observed("icl")
     assert gd.observed("ft") != lcgd.observed("ft")
-    seeds = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.init == "pretrained"]
+    seeds = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.settings.init == "pretrained"]
     assert len({c.observed("zsl") for c in seeds}) == 1
     assert len({c.observed("icl") for c in seeds}) == 3
-    untrained = [c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.init == "layer-norms"]
+    untrained = [
+        c for c in plan("experiment=deutch2024", "dataset=[sst2]", "method=gd") if c.settings.init == "layer-norms"
+    ]
     assert len({c.observed("zsl") for c in untrained}) == 3
 
 

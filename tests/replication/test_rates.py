@@ -5,7 +5,7 @@ import torch
 import yaml
 
 import fairseq_icl as fi
-from fairseq_icl.prompts.build import finetuning_sequence
+from fairseq_icl.prompts.encoding import finetuning_sequence
 from fairseq_icl.replication.report.rates import choose_rates, rate_tables, write_model_files
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.results import read_results

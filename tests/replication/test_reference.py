@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication.folders import CellFolder
+from fairseq_icl.replication.artefacts import CellFolder
 from fairseq_icl.replication.report import Contents, write_report
-from fairseq_icl.replication.report.examples import MOST_BYTES, page_examples
+from fairseq_icl.replication.report.experiments import trajectory_tables
 from fairseq_icl.replication.report.figures import clipping, gradient_norms, over_tasks, similarities
+from fairseq_icl.replication.report.html import MOST_BYTES, page_examples
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import (
     FOLDER,
@@ -30,7 +31,6 @@ from fairseq_icl.replication.report.published import (
 from fairseq_icl.replication.report.run import Run, side_by_side, steps_of
 from fairseq_icl.replication.report.tables import paper_tables
 from fairseq_icl.replication.report.text import comma_separated, csv_of, plain
-from fairseq_icl.replication.report.trajectory import trajectory_tables
 from tests.replication import claims_world as world
 
 
@@ -178,7 +178,7 @@ def test_examples_are_kept_in_bounds_and_checked(run: Run, tmp_path: Path, monke
     path.write_text(json.dumps(kept))
     (group,) = page_examples(run)
     assert (group["dataset"], group["method"], group["demonstrations"]) == ("sst2", "gd", [["a", "b"]])
-    monkeypatch.setattr("fairseq_icl.replication.report.examples.MOST_BYTES", 10)
+    monkeypatch.setattr("fairseq_icl.replication.report.html.MOST_BYTES", 10)
     assert page_examples(run) == []
     assert MOST_BYTES < 5_000_000
     for wrong in ("[]", "{", '{"demonstrations": [["a"]], "examples": [{"query": 1}]}'):

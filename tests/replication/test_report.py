@@ -13,7 +13,8 @@ import pytest
 
 from fairseq_icl.commands.report import main
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication.folders import CellFolder, ResultsFolder
+from fairseq_icl.replication.artefacts import CellFolder
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report import write_report
 from fairseq_icl.replication.report.figures import switched_labels
 from fairseq_icl.replication.report.plotting import drawings

@@ -54,8 +54,8 @@ def test_what_is_on_disk_is_not_in_the_graph(world, tmp_path):
     out = run(world, tmp_path / "run", *CELLS)
     job = job_of(configuration(world, out, *FOUR), world.data)
     engine = engine_of(job)
-    cells = [cell for cell in expand(configuration(world, out, *FOUR)) if cell.seed == 4]
-    done = [cell for cell in expand(configuration(world, out, *FOUR)) if cell.seed == 3]
+    cells = [cell for cell in expand(configuration(world, out, *FOUR)) if cell.settings.seed == 4]
+    done = [cell for cell in expand(configuration(world, out, *FOUR)) if cell.settings.seed == 3]
     assert all(engine.folder.cell(engine.keys.of(cell)).is_finished for cell in done)
     assert Counter(task.kind for task in graph_of(cells, engine.keys, engine.folder))["zsl"] == 1
     (need,) = [task for task in graph_of(cells, engine.keys, engine.folder) if task.kind == "zsl"]

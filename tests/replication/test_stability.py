@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fairseq_icl.criterions.icl_similarity import summary
-from fairseq_icl.models.perturbation import perturb
+from fairseq_icl.models.pretrained_lm import perturb
 from fairseq_icl.replication.report import Contents, html, markdown_page
+from fairseq_icl.replication.report.experiments import stability_tables
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.replication.report.stability import stability_tables
 from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
 from fairseq_icl.replication.report.text import markdown, plain
 from fairseq_icl.results import means, read_results

@@ -9,7 +9,8 @@ import fairseq_icl as fi
 from fairseq_icl.criterions.match_icl import MatchICL
 from fairseq_icl.errors import UserError
 from fairseq_icl.observing.probe import attention_outputs
-from fairseq_icl.prompts.build import FinetuningSequence, Prompts, Query
+from fairseq_icl.prompts.build import Prompts
+from fairseq_icl.prompts.encoding import FinetuningSequence, Query
 from fairseq_icl.replication.configuration import compose_configuration, friendly
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.settings import Settings

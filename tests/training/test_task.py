@@ -8,7 +8,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.models.files import find_files
 from fairseq_icl.settings import Settings
-from fairseq_icl.training import fairseq_config
+from fairseq_icl.training.fine_tuning import fairseq_config
 from fairseq_icl.training.methods import get_method, training_options
 
 

@@ -11,29 +11,27 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
 from fairseq_icl.replication.report.claims import Verdict, verdicts
-from fairseq_icl.replication.report.controls import data_tables
-from fairseq_icl.replication.report.order import order_tables
+from fairseq_icl.replication.report.experiments import order_tables, stability_tables, trajectory_tables
 from fairseq_icl.replication.report.rates import rate_tables, write_model_files
-from fairseq_icl.replication.report.run import Run
-from fairseq_icl.replication.report.stability import stability_tables
+from fairseq_icl.replication.report.run import Run, needs, with_data
 from fairseq_icl.replication.report.steps import steps_tables
-from fairseq_icl.replication.report.tables import Table, comparison_tables, paper_tables
-from fairseq_icl.replication.report.trajectory import trajectory_tables
+from fairseq_icl.replication.report.tables import Table, comparison_tables, data_tables, paper_tables
 
 if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
 
 DOTS_PER_INCH = 130
+SEARCHED = "queries=train"
 COMPARISONS = (
     steps_tables,
     comparison_tables,
     stability_tables,
     order_tables,
     trajectory_tables,
-    rate_tables,
+    needs(settings=[SEARCHED])(rate_tables),
     data_tables,
 )
-"""What makes tables besides the papers' own: functions run -> tables."""
+"""What makes tables besides the papers' own: functions run -> tables, with what they need."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Contents:
     def of(cls, run: Run) -> "Contents":
         """Everything that the run has numbers for."""
         finished = run.planned.loc[run.planned["finished"], "model"].drop_duplicates()
-        comparisons = [table for make in COMPARISONS for table in make(run)]
+        comparisons = [table for make in with_data(run, COMPARISONS) for table in make(run)]
         return cls(run, {model: verdicts(run, model) for model in finished}, paper_tables(run), comparisons)
 
     @property
@@ -97,7 +95,8 @@ def write_report(contents: Contents | Run, folder: Path, formats: tuple[str, ...
             write_atomically(written[name], makers[name]())
         if "csv" in formats:
             _write_csv(contents, folder)
-        write_model_files(run, folder)
+        if SEARCHED in run.content["settings"]:
+            write_model_files(run, folder)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another place with --to") from error
     return written

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 DIGITS = 5
-UNTRAINED = ("accuracy_icl", "accuracy_zsl")
-"""Metrics that no method of fine-tuning has a part in: one line for all methods."""
+UNSAID = ("", "none", "pretrained")
+"""Words that a line's label does without."""
 
 
 @dataclass(frozen=True)
@@ -67,67 +67,71 @@ class Chart:
 
     def data(self) -> dict[str, Any]:
         """The chart for the page's script."""
-        names = ("name", "title", "caption", "x", "y", "kind", "scale", "zero", "colour")
-        return {name: getattr(self, name) for name in names} | {
-            "ticks": list(self.ticks),
-            "panels": [_panel(panel) for panel in self.panels],
-        }
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
-    said: dict[str, Any] = {"title": panel.title, "tags": dict(panel.tags)}
-    if panel.grid is not None:
-        return said | {"grid": [rounded(row) for row in panel.grid], "log": panel.logarithmic}
-    return said | {"series": [_series(series) for series in panel.series]}
+def _plain(value: Any) -> Any:
+    """What JSON knows: numbers short enough for a page, those that are not finite missing."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(part) for part in value]
+    if isinstance(value, float | np.floating | np.integer):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value
 
 
-def _series(series: Series) -> dict[str, Any]:
-    said: dict[str, Any] = {"label": series.label, "x": rounded(series.x), "y": rounded(series.y)}
-    said["tags"] = dict(series.tags)
-    if series.sd is not None:
-        said["sd"] = rounded(series.sd)
-    if series.reference:
-        said |= {"reference": True, "like": series.like}
-    return said | ({"stack": series.stack} if series.stack else {})
+def lines(points: pd.DataFrame, x: str, scale: float = 1.0, **tags: str) -> list[Series]:
+    """A line for every label ("method, init" if there is none), init and method of points with mean and sd.
+
+    A method `none` is no method to toggle.
+    """
+    if "label" not in points:
+        points = points.assign(label=[f"{method}, {init}" for method, init in points[["method", "init"]].to_numpy()])
+    found = []
+    for (label, init, method), line in points.groupby(["label", "init", "method"], sort=False):
+        known = {"init": str(init), "method": str(method), **tags}
+        columns = line.sort_values(x)[[x, "mean", "sd"]].astype(float) * [1.0, scale, scale]
+        tagged = {name: value for name, value in known.items() if value != "none"}
+        found.append(Series(str(label), list(columns[x]), list(columns["mean"]), list(columns["sd"]), tagged))
+    return found
 
 
-def rounded(values: Sequence[float]) -> list[float | None]:
-    """Numbers short enough for a page; what is not finite is missing."""
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in map(float, values)]
+def by_dataset(points: pd.DataFrame, x: str, scale: float = 1.0) -> list[Panel]:
+    """A panel for every dataset, with its lines."""
+    return [
+        Panel(str(dataset), lines(own, x, scale, dataset=str(dataset)), tags={"dataset": str(dataset)})
+        for dataset, own in points.groupby("dataset", sort=False)
+    ]
 
 
-def line_series(label: str, line: pd.DataFrame, x: str, **tags: str) -> Series:
-    """A line of the columns x, mean, sd; a method `none` is no method to toggle."""
-    line = line.sort_values(x)
-    known = {name: str(value) for name, value in tags.items() if value != "none"}
-    spread = line["sd"].astype(float).to_numpy()
-    return Series(label, list(line[x].astype(float)), list(line["mean"].astype(float)), list(spread), known)
+def labelled(points: pd.DataFrame, metrics: Mapping[str, str], x: str) -> pd.DataFrame:
+    """The points of some metrics, with labels such as "ICL" and "FT gd"; in ZSL and ICL no method has a part."""
+    parts = []
+    for metric, name in metrics.items():
+        own = points[points["metric"] == metric]
+        if metric.endswith(("_zsl", "_icl")):
+            own = own.assign(method="none", variant="").drop_duplicates(["dataset", "init", x])
+        words = own.reindex(columns=["method", "variant", "init"], fill_value="").astype(str)
+        labels = [" ".join(word for word in (name, *row) if word not in UNSAID) for row in words.to_numpy()]
+        parts.append(own.assign(label=labels))
+    return pd.concat(parts)
 
 
 def curves(
     points: pd.DataFrame,
     model: str,
     setting: str,
-    metrics: list[tuple[str, str]],
+    metrics: Mapping[str, str],
     names: tuple[str, str],
     axis: tuple[str, str, float],
     scale: str = "linear",
 ) -> Iterator[Chart]:
-    """Metrics against a setting: a panel a dataset, a line a metric, init and method; nothing if it never varies."""
-    points = points[(points["model"] == model) & points["metric"].isin([metric for metric, _ in metrics])]
+    """Metrics (with their names) against a setting, a panel for every dataset; nothing if it never varies."""
+    points = points[(points["model"] == model) & points["metric"].isin(metrics)]
     if points.empty or points.groupby(["dataset", "init", "method"])[setting].nunique().max() < 2:
         return
-    panels = []
-    for dataset, of_dataset in points.groupby("dataset", sort=False):
-        series = []
-        for metric, label in metrics:
-            own = of_dataset[of_dataset["metric"] == metric]
-            if metric in UNTRAINED:
-                own = own.assign(method="none").drop_duplicates(["init", setting])
-            for (init, method), line in own.groupby(["init", "method"], sort=False):
-                values = line.assign(mean=line["mean"] * axis[2], sd=line["sd"] * axis[2])
-                name = ", ".join(part for part in (label, method, init) if part != "none")
-                series.append(line_series(name, values, setting, init=init, method=method, dataset=dataset))
-        panels.append(Panel(dataset, series, tags={"dataset": dataset}))
+    panels = by_dataset(labelled(points, metrics, setting), setting, axis[2])
     caption = f"{model}. Error bars: standard deviation over seeds."
     yield Chart(f"{names[0]}_{model}", names[1], caption, panels, axis[0], axis[1], scale=scale)

@@ -18,8 +18,17 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fairseq_icl.replication.report.effects import LEVEL, Effect, average, effect_of
-from fairseq_icl.replication.report.evidence import AuthorsEvidence, Evidence, RunEvidence, Sample, orders_joined
+from fairseq_icl.replication.report.effects import (
+    LEVEL,
+    AuthorsEvidence,
+    Effect,
+    Evidence,
+    RunEvidence,
+    Sample,
+    average,
+    effect_of,
+    orders_joined,
+)
 from fairseq_icl.replication.report.published import FOLDER
 from fairseq_icl.replication.report.run import Run
 

@@ -29,7 +29,6 @@ from fairseq_icl.replication.report.claims import (
     authors_verdicts,
     summary,
 )
-from fairseq_icl.replication.report.examples import page_examples
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.replication.report.tables import Entry, Table
@@ -49,6 +48,8 @@ from fairseq_icl.replication.report.text import (
 from fairseq_icl.results.drawing import Drawing
 
 HERE = Path(__file__).parent
+MOST_BYTES = 2_500_000
+"""Of all examples together: the page stays small enough to be sent around."""
 CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", TOO_FEW: "open"}
 READING = (
     "Ours is the mean over seeds ± its sample standard deviation; the interval is the 95 % bootstrap interval over "
@@ -290,6 +291,23 @@ def _cells(run: Run) -> str:
         else:
             parts.append(f'<p id="{place}" class="note">{shown}: missing</p>')
     return "\n".join(parts)
+
+
+def page_examples(run: Run) -> list[dict[str, Any]]:
+    """Groups of examples for the page, as many as there is room for: what was not re-initialised comes first."""
+    cells = run.planned[run.planned["finished"] & (run.planned["variant"] == "")]
+    cells = cells.drop_duplicates(["model", "init", "dataset", "method"])
+    cells = cells.sort_values("init", key=lambda init: init != "pretrained", kind="stable")
+    groups, room = [], MOST_BYTES
+    for cell in cells.to_dict("records"):
+        kept = run.cell_folder(cell["model"], cell["key"]).examples()
+        if kept is not None:
+            group = {name: str(cell[name]) for name in ("model", "init", "dataset", "method", "seed", "key")} | kept
+            size = len(json.dumps(group, ensure_ascii=False).encode())
+            if size <= room:
+                groups.append(group)
+                room -= size
+    return groups
 
 
 def anchor(kind: str, name: object) -> str:

@@ -243,14 +243,14 @@ function heatColour(share) {
 }
 function drawHeat(svg, chart, panel) {
   const rows = panel.grid.length, columns = panel.grid[0].length, right = 62;
-  const warp = (value) => panel.log ? Math.log10(value) : value;
-  const known = panel.grid.flat().filter((value) => value !== null && (!panel.log || value > 0)).map(warp);
+  const warp = (value) => panel.logarithmic ? Math.log10(value) : value;
+  const known = panel.grid.flat().filter((value) => value !== null && (!panel.logarithmic || value > 0)).map(warp);
   const low = Math.min(...known), high = Math.max(...known), span = high - low || 1;
   const w = (WIDTH - LEFT - right) / columns, h = (HEIGHT - TOP - BOTTOM) / rows;
   make(svg, "text", { x: LEFT, y: 13, class: "panel-title" }, panel.title);
   panel.grid.forEach((line, row) => line.forEach((value, column) => {
     const cell = make(svg, "rect", { x: LEFT + column * w, y: HEIGHT - BOTTOM - (row + 1) * h, width: w + 0.3, height: h + 0.3, class: "cell" });
-    cell.setAttribute("fill", value === null || (panel.log && value <= 0) ? "var(--ground)" : heatColour((warp(value) - low) / span));
+    cell.setAttribute("fill", value === null || (panel.logarithmic && value <= 0) ? "var(--ground)" : heatColour((warp(value) - low) / span));
     cell.dataset.tip = `layer ${row}, step ${column}: ${shown(value)}`;
   }));
   svg.addEventListener("pointermove", (event) => { if (event.target.dataset.tip) { showTip(event, event.target.dataset.tip); } else { hideTip(); } });
@@ -260,7 +260,7 @@ function drawHeat(svg, chart, panel) {
   for (let column = 0; column < columns; column += every(columns)) { make(svg, "text", { x: LEFT + (column + 0.5) * w, y: HEIGHT - BOTTOM + 14, "text-anchor": "middle" }, column); }
   for (let i = 0; i < 20; i += 1) { make(svg, "rect", { x: WIDTH - right + 8, width: 9, y: TOP + (19 - i) * (HEIGHT - TOP - BOTTOM) / 20, height: (HEIGHT - TOP - BOTTOM) / 20 + 0.4, fill: heatColour(i / 19) }); }
   for (const share of [0, 0.5, 1]) {
-    const value = panel.log ? 10 ** (low + share * span) : low + share * span;
+    const value = panel.logarithmic ? 10 ** (low + share * span) : low + share * span;
     make(svg, "text", { x: WIDTH - right + 20, y: HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM) + (share === 1 ? 8 : share ? 4 : 0) }, Number(value.toPrecision(2)));
   }
   labels(svg, chart);

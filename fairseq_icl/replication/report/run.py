@@ -1,20 +1,20 @@
 """A results folder as data: what was planned, what is finished, and the numbers of all finished cells."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.prompts.rows import DOUBTFUL
-from fairseq_icl.replication.artefacts import PlanFile, PlannedCell
+from fairseq_icl.prompts.readers import DOUBTFUL
+from fairseq_icl.replication.artefacts import CellFolder, PlanFile, PlannedCell
 from fairseq_icl.replication.configuration import FROM_PAPER
-from fairseq_icl.replication.folders import CellFolder, ResultsFolder
+from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import borrowed_rate
 from fairseq_icl.results import heatmap_matrix, step_size_matrix, whole_layer_matrix
 from fairseq_icl.settings import SETTINGS
@@ -23,6 +23,9 @@ IDENTITY = ["model", "init", "dataset", "method", "variant"]
 """What a number in a table belongs to; seeds are averaged over."""
 AVERAGED = ("seed", "permutation", "init")
 """Settings that are told apart elsewhere, or averaged over."""
+BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
+"""What a run has by the keys of cells (or the names of models)."""
+Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,23 @@ class Run:
     def cell_folder(self, model: str, key: str) -> CellFolder:
         """The files of a finished cell."""
         return ResultsFolder(self.folders.get(model, self.folder), create=False).cell(key)
+
+    def setting(self, name: str, keys: pd.Series) -> pd.Series:
+        """The value of a setting of the cells with these keys."""
+        return keys.map(lambda key: self.configurations[key]["cell"]["settings"].get(name))
+
+    @cached_property
+    def content(self) -> dict[str, set[str]]:
+        """What there is to show: metrics, what differs between cells, values of settings, records and experiments."""
+        settings = pd.DataFrame([said["cell"]["settings"] for said in self.configurations.values()]).astype(str)
+        planned = self.planned[[*IDENTITY, "permutation"]]
+        return {
+            "metrics": set(self.values["metric"]),
+            "differing": {str(name) for frame in (settings, planned) for name in frame if frame[name].nunique() > 1},
+            "settings": {f"{name}={value}" for name in settings for value in settings[name].unique()},
+            "kept": {name for name in BY_KEY if getattr(self, name)},
+            "experiments": set(self.experiments),
+        }
 
     @property
     def missing(self) -> pd.DataFrame:
@@ -159,6 +179,26 @@ class Run:
         return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
 
 
+def needs(**kinds: Iterable[str]) -> Callable[[Part], Part]:
+    """Say beside a figure or table what it is made of: of every kind of `Run.content`, one of these at least."""
+
+    def declared(part: Part) -> Part:
+        vars(part)["needs"] = {kind: set(names) for kind, names in kinds.items()}
+        return part
+
+    return declared
+
+
+def with_data(run: Run, parts: Iterable[Part]) -> list[Part]:
+    """The figures or tables that the run has data for; the others are not called."""
+    return [part for part in parts if all(names & run.content[kind] for kind, names in vars(part)["needs"].items())]
+
+
+def plain(frame: pd.DataFrame, model: str) -> pd.DataFrame:
+    """The rows of a model's plain cells."""
+    return frame[(frame["model"] == model) & (frame["variant"] == "")]
+
+
 def load_run(folder: str | Path) -> Run:
     """Read a results folder; it may be unfinished, or still be written to."""
     results = ResultsFolder(folder, create=False)
@@ -188,10 +228,6 @@ def load_run(folder: str | Path) -> Run:
         whole_layers={key: norms for key, norms in whole.items() if norms is not None},
         steps={key: steps_of(record) for key, record in records.items()},
     )
-
-
-BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
-"""What a run has by the keys of cells (or the names of models)."""
 
 
 def told_apart(plans: Sequence[PlanFile]) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
@@ -286,3 +322,34 @@ def steps_of(record: pd.DataFrame) -> pd.DataFrame:
             "gradient_norm": np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum()))),
         }
     )
+
+
+FIRST_COLUMNS = ["model", "dataset", "method", "init", "variant", "seed", "permutation"]
+LAST_COLUMNS = ["metric", "layer", "value", "low", "high", "key"]
+
+
+def read_run(folder: str | Path) -> pd.DataFrame:
+    """All finished cells of a results folder: a row for every cell, metric and layer (missing: over all layers).
+
+    Args:
+        folder: What `fairseq-icl replicate` was given as `out`.
+
+    Returns:
+        Columns model, dataset, method, init, variant, seed, permutation, k, lr, every other setting that differs
+            between cells, metric, layer, value (mean over examples), low, high (its 95 % interval), key (of the cell's
+            folder).
+
+    Example:
+        ```python
+        run = fi.read_run("RUN")
+        overall = run[(run["metric"] == "sim_aou") & run["layer"].isna()]
+        overall.pivot_table("value", "k", "method").plot()  # a mean over seeds
+        ```
+    """
+    run = load_run(folder)
+    settings = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
+    cells = pd.DataFrame.from_dict(settings, orient="index", columns=list(SETTINGS)).rename_axis("key")
+    differing = [name for name in SETTINGS if cells[name].astype(str).nunique() > 1 and name not in FIRST_COLUMNS]
+    shown = list(dict.fromkeys(["num_demonstrations", "lr", *differing]))
+    values = run.values.assign(model=run.values["plain_model"]).merge(cells[shown].reset_index(), on="key")
+    return values[[*FIRST_COLUMNS, *shown, *LAST_COLUMNS]].rename(columns={"num_demonstrations": "k"})

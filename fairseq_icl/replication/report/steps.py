@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.charts import Chart, Panel, curves, line_series
-from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.charts import Chart, by_dataset, curves
+from fairseq_icl.replication.report.run import Run, needs, plain
 from fairseq_icl.replication.report.tables import LENGTHS, Entry, Table
 from fairseq_icl.results import LENGTH_RATIO
 
 SIZE = "layer_step_size"
+EQUAL = "layer_step=equal"
 COSINES = ("sim_aou", "sim_am_delta")
 SHOWN = {metric: shown_as(metric)[0] for metric in (*COSINES, "accuracy_ft")}
 COLUMNS = ("relative step", *SHOWN.values())
@@ -41,13 +42,14 @@ def mean_step(run: Run, keys: pd.Series) -> float:
     return float(np.mean(sizes)) if sizes else float("nan")
 
 
+@needs(settings=[EQUAL])
 def steps_tables(run: Run) -> list[Table]:
     """One table for every model and init with equal steps: rows are methods at a size, and at their learning rate."""
     points = equal_steps(run)
     tables = []
     for (model, init), group in points.groupby(["model", "init"], sort=False):
         own = run.values[(run.values["model"] == model) & (run.values["init"] == init) & run.values["layer"].isna()]
-        sizes = own["key"].map(lambda key: run.configurations[key]["cell"]["settings"].get(SIZE))
+        sizes = run.setting(SIZE, own["key"])
         methods = list(group["method"].drop_duplicates())
         rows = []
         for size, method in product(sorted(group[SIZE].drop_duplicates()), methods):
@@ -108,28 +110,30 @@ def _best(group: pd.DataFrame) -> list[str]:
     return told
 
 
+@needs(settings=[EQUAL])
 def step_figures(run: Run, model: str) -> Iterator[Chart]:
-    """Every figure of steps that the run has numbers for."""
-    yield from _recorded(run, model)
+    """Cosines against the size of equal steps, and against the length of what these steps change."""
     points = equal_steps(run)
     for metric in COSINES:
         name = SHOWN[metric]
-        yield from curves(
-            points,
-            model,
-            SIZE,
-            [(metric, name)],
-            (f"steps_{metric}", f"{name} at steps of equal relative size"),
-            ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0),
-            "log",
-        )
-        yield from _by_length(points, model, metric, name)
+        names = (f"steps_{metric}", f"{name} at steps of equal relative size")
+        axis = ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0)
+        yield from curves(points, model, SIZE, {metric: name}, names, axis, "log")
+        found = with_length_ratios(points[points["model"] == model], metric)
+        if found[SIZE].nunique() > 1:
+            caption = (
+                f"{model}. Every point is a size of steps; further right, what fine-tuning changes is longer; at 1 it "
+                "is as long as what ICL changes. Error bars: standard deviation over seeds."
+            )
+            title, panels = f"{name} against the length of the change", by_dataset(found, "length_ratio")
+            axes = ("length ratio, FT / ICL", f"{name} (cosine)")
+            yield Chart(f"lengths_{metric}_{model}", title, caption, panels, *axes, scale="log")
 
 
-def _recorded(run: Run, model: str) -> Iterator[Chart]:
-    """The relative size of the plain run's steps by layer: a panel a dataset, a line an init and method."""
-    known = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "")]
-    known = known[known["key"].isin(run.step_sizes)]
+@needs(kept=["step_sizes"])
+def step_sizes(run: Run, model: str) -> Iterator[Chart]:
+    """The relative size of the plain run's steps by layer: a panel for every dataset, a line an init and method."""
+    known = plain(run.planned[run.planned["key"].isin(run.step_sizes)], model)
     rows = [
         {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer, "size": np.log10(size)}
         for cell in known.itertuples()
@@ -139,39 +143,10 @@ def _recorded(run: Run, model: str) -> Iterator[Chart]:
     if not rows:
         return
     groups = pd.DataFrame(rows).groupby(["dataset", "init", "method", "layer"], sort=False)["size"]
-    panels = _panels(groups.agg(mean="mean", sd="std").reset_index(), "layer")
+    panels = by_dataset(groups.agg(mean="mean", sd="std").reset_index(), "layer")
     caption = (
         f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
         "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 0."
     )
     title = "How far a step moves the weights, by layer"
     yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
-
-
-def _by_length(points: pd.DataFrame, model: str, metric: str, name: str) -> Iterator[Chart]:
-    """A cosine against the length ratio that the same steps led to: equally bold in what they do to attention."""
-    found = with_length_ratios(points[points["model"] == model], metric)
-    if found.empty or found[SIZE].nunique() < 2:
-        return
-    caption = (
-        f"{model}. Every point is a size of steps; further right, what fine-tuning changes is longer; at 1 it is as "
-        "long as what ICL changes. Error bars: standard deviation over seeds."
-    )
-    title, panels = f"{name} against the length of the change", _panels(found, "length_ratio")
-    axes = ("length ratio, FT / ICL", f"{name} (cosine)")
-    yield Chart(f"lengths_{metric}_{model}", title, caption, panels, *axes, scale="log")
-
-
-def _panels(points: pd.DataFrame, x: str) -> list[Panel]:
-    """A panel a dataset, a line an init and method."""
-    return [
-        Panel(
-            str(dataset),
-            [
-                line_series(f"{method}, {init}", line, x, method=method, init=init, dataset=str(dataset))
-                for (init, method), line in own.groupby(["init", "method"], sort=False)
-            ],
-            tags={"dataset": str(dataset)},
-        )
-        for dataset, own in points.groupby("dataset", sort=False)
-    ]

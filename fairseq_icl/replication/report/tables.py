@@ -16,7 +16,7 @@ from fairseq_icl.replication.report.published import (
     inits_of,
     published_figures,
 )
-from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import READING, nearest
 
@@ -279,6 +279,7 @@ def _average(entries: Sequence[Entry], published: float | None) -> Entry:
     )
 
 
+@needs(differing=["variant"])
 def comparison_tables(run: Run) -> list[Table]:
     """For every model, init and method with variants: what each variant does to every metric, over all datasets."""
     tables = []
@@ -321,3 +322,27 @@ def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
     mark, ratio = _mark(metric, own, labels, mean is None), _number(own.get(f"{LENGTH_RATIO}{metric}"), 1.0)
     runs, keys = int(row["runs"]), tuple(row["keys"])
     return Entry(mean, sd, runs=runs, published=reference, keys=keys, mark=mark, length_ratio=ratio)
+
+
+@needs()
+def data_tables(run: Run) -> list[Table]:
+    """Sizes of the datasets, beside those of the second paper's appendix A."""
+    said = published_figures()["other"]["deutch2024"]["datasets"]
+    found: dict[str, dict[str, float]] = {}
+    for configuration in run.configurations.values():
+        rows = configuration.get("rows")  # results of earlier versions have none
+        if isinstance(rows, dict):
+            numbers = {split: record.get("count") for split, record in rows.items() if isinstance(record, dict)}
+            found.setdefault(str(configuration["cell"].get("dataset")), {}).update(numbers)
+    if not found:
+        return []
+    rows = []
+    for label, split in (("train rows", "train"), ("evaluation rows", "valid"), ("mean length as printed", "length")):
+        printed = dict(zip(said["columns"], said.get(split, []), strict=False))
+        counts = {name: numbers.get(split) for name, numbers in found.items()}
+        known = {name: float(count) for name, count in counts.items() if isinstance(count, int | float)}
+        entries = [Entry(known.get(name), published=printed.get(name)) for name in found]
+        rows.append((label, tuple(entries)))
+    note = "The printed length is in characters of the string of token ids (docs/protocol.md)."
+    source = "Deutch et al., appendix A and the notebooks behind it"
+    return [Table("data", "The data", tuple(found), tuple(rows), 1, source, notes=(note,))]

@@ -1,0 +1,237 @@
+"""Tables and figures of single experiments: short circuits, dynamics, orders, numerical stability, the logged steps."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fairseq_icl.metrics import shown_as
+from fairseq_icl.replication.report.charts import Chart, by_dataset, labelled
+from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_trajectory
+from fairseq_icl.replication.report.run import IDENTITY, Run, needs, plain
+from fairseq_icl.replication.report.tables import METRICS, Entry, Table
+
+PERCENT = 100.0
+BY_DEPTH = {"accuracy_by_depth_zsl": "ZSL", "accuracy_by_depth_icl": "ICL", "accuracy_by_depth_ft": "FT"}
+DEPTH_AXES = ("cut after layer", "accuracy (percent)")
+
+
+@needs(metrics=BY_DEPTH)
+def accuracy_by_depth(run: Run, model: str) -> Iterator[Chart]:
+    """Accuracy against the layer after which the model is cut: a figure for every init, a panel for every dataset."""
+    chosen = labelled(plain(run.layers, model), BY_DEPTH, "layer")
+    for init, group in chosen.groupby("init", sort=False):
+        caption = (
+            f"{model}, {init}. The residual stream after each layer is read through the final norm and the output "
+            "embedding; the last layer is the model itself. Error bars: standard deviation over seeds. Layers from 0."
+        )
+        panels, title = by_dataset(group, "layer", PERCENT), f"Accuracy by depth ({init})"
+        yield Chart(f"accuracy_by_depth_{model}_{init}", title, caption, panels, *DEPTH_AXES)
+
+
+@needs(differing=["layers"])
+def short_circuits(run: Run, model: str) -> Iterator[Chart]:
+    """Models fine-tuned while cut after a layer, scored cut and whole, against that layer."""
+    values = run.values[(run.values["model"] == model) & (run.values["method"] == "short_circuit")]
+    cuts = pd.to_numeric(run.setting("layers", values["key"]), errors="coerce")
+    points = values.assign(cut=cuts, at=values["layer"].astype(float))[cuts.notna()]
+    if points["cut"].nunique() < 2:
+        return
+    at_cut, whole = points[points["at"] == points["cut"]], points[points["at"].isna()]
+    lines = [at_cut[at_cut["metric"] == metric].assign(label=f"{name}, cut") for metric, name in BY_DEPTH.items()]
+    lines.append(whole[whole["metric"] == "accuracy_ft"].assign(label="FT, whole"))
+    columns = ["dataset", "label", "init", "method", "cut"]
+    groups = pd.concat(lines).assign(method="none", init="none").groupby(columns, sort=False)
+    caption = (
+        f"{model}. At each layer: the model fine-tuned while it was cut there, scored cut there and whole, beside ZSL "
+        "and ICL of the unchanged model cut there. Error bars: standard deviation over seeds. Layers from 0."
+    )
+    panels = by_dataset(groups["value"].agg(mean="mean", sd="std").reset_index(), "cut", PERCENT)
+    yield Chart(f"short_circuits_{model}", "Fine-tuning of short-circuited models", caption, panels, *DEPTH_AXES)
+
+
+@needs(kept=["curves"])
+def dynamics(run: Run, model: str) -> Iterator[Chart]:
+    """ICL with j demonstrations beside fine-tuning after j of them: accuracies, RPA and similarities, a figure each."""
+    cells = plain(run.planned[run.planned["key"].isin(run.curves)], model)
+    parts = [run.curves[cell["key"]].assign(**{name: cell[name] for name in IDENTITY}) for _, cell in cells.iterrows()]
+    if not parts:
+        return
+    groups = pd.concat(parts).groupby([*IDENTITY, "metric", "demonstrations"], sort=False)
+    points = groups["value"].agg(mean="mean", sd="std").reset_index()
+    figures = {"accuracy": {"accuracy_zsl": "ZSL", "accuracy_icl": "ICL", "accuracy_ft": "FT"}}
+    figures |= {
+        metric: {metric: ""} for metric in ("rpa", "sim_aou", "sim_am_delta") if metric in set(points["metric"])
+    }
+    for short, metrics in figures.items():
+        name, unit, scale = shown_as("accuracy_ft" if short == "accuracy" else short)
+        name = "Accuracy" if short == "accuracy" else name
+        panels = by_dataset(labelled(points, metrics, "demonstrations"), "demonstrations", scale)
+        caption = (
+            f"{model}. ICL with the first j demonstrations in the prompt, and the model fine-tuned on them one by one, "
+            "after j steps. On the first curve_examples validation examples; error bars: standard deviation over seeds."
+        )
+        title = f"Dynamics: {name} after each demonstration"
+        yield Chart(f"dynamics_{short}_{model}", title, caption, panels, "demonstrations j", f"{name} ({unit})")
+
+
+SIDES = {"icl": "ICL", "ft": "FT"}
+PER_EXAMPLE = [f"{name}_{side}" for name in ("prediction", "gold_probability") for side in SIDES]
+ORDER_COLUMNS = (
+    *(f"{name}: accuracy, SD" for name in SIDES.values()),
+    *(f"{name}: changed predictions" for name in SIDES.values()),
+    *(f"{name}: probability, SD" for name in SIDES.values()),
+    "token overlap",
+)
+
+
+def ordered_cells(run: Run) -> pd.DataFrame:
+    """The finished cells that differ from another one in nothing but the permutation."""
+    cells = run.planned[run.planned["finished"]].drop_duplicates([*IDENTITY, "seed", "permutation"])
+    fine_tuned = run.values.loc[run.values["metric"] == "accuracy_ft", "key"]
+    cells = cells[cells["key"].isin(fine_tuned)]
+    return cells[cells.groupby([*IDENTITY, "seed"])["permutation"].transform("nunique") > 1]
+
+
+@needs(differing=["permutation"])
+def order_tables(run: Run) -> list[Table]:
+    """How much answers depend on the order: a table for every model and init with demonstrations in several orders."""
+    tables = []
+    for (model, init), cells in ordered_cells(run).groupby(["model", "init"], sort=False):
+        rows = []
+        for (dataset, method, variant), group in cells.groupby(["dataset", "method", "variant"], sort=False):
+            name = f"{dataset}: {method}{variant and f' [{variant}]'}, {group['permutation'].nunique()} orders"
+            rows.append((name, _over_orders(run, group)))
+        title = f"Spread over orders of the same demonstrations, {model}, {init}"
+        notes = (
+            "SDs over orders, mean over seeds: of the accuracy in percent, and of the gold label's probability among "
+            "the options (mean over examples). Changed predictions: examples, in percent, whose prediction is not the "
+            "same in every order. Token overlap: the share of the ten likeliest tokens of ICL that FT has too.",
+        )
+        tables.append(Table(f"order_{model}_{init}", title, ORDER_COLUMNS, tuple(rows), 3, notes=notes))
+    return tables
+
+
+def _over_orders(run: Run, group: pd.DataFrame) -> tuple[Entry, ...]:
+    """One entry for each of ORDER_COLUMNS, of the cells of one dataset, method and variant."""
+    keys = tuple(group["key"])
+    overall = run.values[run.values["key"].isin(keys) & run.values["layer"].isna()]
+    accuracies = [overall[overall["metric"] == f"accuracy_{side}"].groupby("seed")["value"].std() for side in SIDES]
+    numbers = [float(spread.mean()) * PERCENT for spread in accuracies]
+    spreads = []
+    for _, cells in group.groupby("seed", sort=False):
+        found = [run.cell_folder(cell.model, cell.key).values(PER_EXAMPLE) for cell in cells.itertuples()]
+        by_order = {name: pd.concat([values[name][-1] for values in found], axis=1) for name in PER_EXAMPLE}  # (N, O)
+        changed = [float((by_order[f"prediction_{side}"].nunique(axis=1) > 1).mean()) * PERCENT for side in SIDES]
+        spreads.append(changed + [float(by_order[f"gold_probability_{side}"].std(axis=1).mean()) for side in SIDES])
+    numbers += [float(value) for value in pd.DataFrame(spreads).mean()]
+    numbers.append(float(overall[overall["metric"] == "token_overlap"]["value"].mean()))
+    return tuple(Entry(None if pd.isna(number) else number, runs=len(keys), keys=keys) for number in numbers)
+
+
+@needs(differing=["permutation"])
+def accuracy_by_order(run: Run, model: str) -> Iterator[Chart]:
+    """Accuracy of ICL and FT in every order: a panel for every dataset."""
+    ordered = ordered_cells(run)
+    keys = ordered.loc[ordered["model"] == model, "key"]
+    shown = run.values[run.values["key"].isin(keys) & run.values["layer"].isna()]
+    if shown.empty:
+        return
+    groups = shown.groupby(["dataset", "init", "method", "variant", "metric", "permutation"], sort=False)
+    points = groups["value"].agg(mean="mean", sd="std").reset_index()
+    metrics = {f"accuracy_{side}": name for side, name in SIDES.items()}
+    panels = by_dataset(labelled(points, metrics, "permutation"), "permutation", PERCENT)
+    caption = f"{model}. The same demonstrations in different orders; error bars: standard deviation over seeds."
+    axes = ("order (index of the permutation)", "accuracy (percent)")
+    yield Chart(f"order_{model}", "Accuracy in every order of the demonstrations", caption, panels, *axes)
+
+
+SPREAD_COLUMNS = ("mean", "SD over perturbations", "SD over seeds", "half width of the interval")
+
+
+@needs(differing=["perturbation"])
+def stability_tables(run: Run) -> list[Table]:
+    """What moving every weight by one unit in the last place does: a table for every model, init and method."""
+    tables = []
+    for (model, init, method), group in _perturbed(run).groupby(["model", "init", "method"], sort=False):
+        rows, wide = [], []
+        for dataset, cells in group.groupby("dataset", sort=False):
+            for metric in (metric for metric in METRICS if metric in set(cells["metric"])):
+                entries = _spreads(cells[cells["metric"] == metric], shown_as(metric)[2])
+                rows.append((f"{dataset}: {metric}", entries))
+                _, spread, _, half = (entry.mean for entry in entries)
+                if spread is not None and half is not None and spread > half:
+                    wide.append(f"{dataset}: {metric}")
+        title = f"Numerical spread of {method} on {model}, {init}: every weight moved by one unit in the last place"
+        told = ["Shares in percent. SDs over perturbations at one seed, and over seeds at one perturbation."]
+        if wide:
+            told.append(f"The numerical spread exceeds the examples' interval in: {', '.join(wide)}.")
+        name = f"stability_{model}_{init}_{method}"
+        tables.append(Table(name, title, SPREAD_COLUMNS, tuple(rows), 4, notes=tuple(told)))
+    return tables
+
+
+def _perturbed(run: Run) -> pd.DataFrame:
+    """The means of cells that differ from another in nothing but the perturbation."""
+    overall = run.values[run.values["layer"].isna()]
+    settings = {key: dict(said["cell"]["settings"]) for key, said in run.configurations.items()}
+    draws = {key: said.pop("perturbation", 0) for key, said in settings.items()}
+    others = {key: json.dumps(said, sort_keys=True) for key, said in settings.items()}
+    overall = overall.assign(draw=overall["key"].map(draws), others=overall["key"].map(others))
+    same = ["model", "dataset", "method", "others", "metric"]
+    overall = overall.drop_duplicates([*same, "draw"])
+    return overall[overall.groupby(same)["draw"].transform("nunique") > 1]
+
+
+def _spreads(measured: pd.DataFrame, scale: float) -> tuple[Entry, ...]:
+    """One entry for each of SPREAD_COLUMNS; an SD is pooled over groups, and missing if no group has two values."""
+    half = ((measured["high"] - measured["low"]) / 2).mean()
+    within = (measured.groupby(by)["value"].var().mean() for by in (["seed", "permutation"], ["draw"]))
+    numbers = (measured["value"].mean(), *map(np.sqrt, within), half)
+    runs, keys = len(measured), tuple(measured["key"])
+    return tuple(Entry(None if np.isnan(x) else float(x) * scale, runs=runs, keys=keys) for x in numbers)
+
+
+STEP_COLUMNS = {"loss_bits": "loss (bits a token, layers added)", "sample_size": "tokens"}
+STEP_COLUMNS |= {"gradient_norm": "gradient norm"}
+LOGGED = {"num_demonstrations": 32, "lr": 0.003, "seed": 4, "permutation": 0, "init": "pretrained", "clip_norm": 0.0}
+"""The settings of the logged run, besides the authors' reading."""
+LAYERS = 24
+
+
+@needs(experiments=["trajectory"])
+def trajectory_tables(run: Run) -> list[Table]:
+    """A table of steps for every layer-causal cell; the authors' log of them beside it where it can be compared."""
+    cells = run.planned[(run.planned["method"] == "lcgd") & run.planned["key"].isin(run.steps)].drop_duplicates("key")
+    tables = []
+    for cell in cells.to_dict("records"):
+        problem = _why_not_logged(run, cell)
+        log = {} if problem else authors_trajectory().to_dict("list")
+        rows = []
+        for number, step in enumerate(run.steps[cell["key"]].to_dict("records")):
+            logged = {name: float(column[number]) for name, column in log.items() if name in STEP_COLUMNS}
+            entries = [Entry(float(step[x]), published=logged.get(x), keys=(cell["key"],)) for x in STEP_COLUMNS]
+            rows.append((f"step {number + 1}", tuple(entries)))
+        title = f"The steps of lcgd on {cell['dataset']}, {cell['model']}, seed {cell['seed']}"
+        note = f"Cannot be compared with the authors' log: {problem}." if problem else "The log is of an fp16 run."
+        said = "" if problem else "the authors' log of one run (Subj, seed 4, permutation 0, learning rate 0.003, fp16)"
+        name, columns = f"trajectory_{cell['model']}_{cell['dataset']}_{cell['seed']}", tuple(STEP_COLUMNS.values())
+        tables.append(Table(name, title, columns, tuple(rows), 3, said, "authors' log", (note,)))
+    return tables
+
+
+def _why_not_logged(run: Run, cell: dict[str, Any]) -> str:
+    """Why the cell is not the logged run; empty if it is."""
+    settings = run.configurations[cell["key"]]["cell"]["settings"]
+    layers = run.gradients[cell["key"]].shape[1]
+    if cell["model"] != AUTHORS_MODEL or layers != LAYERS:
+        return f"it is of the {AUTHORS_MODEL} model with {LAYERS} layers, and this is {cell['model']} with {layers}"
+    if cell["dataset"] != "subj":
+        return f"it is of subj, and this is {cell['dataset']}"
+    different = [name for name, value in LOGGED.items() if settings.get(name, value) != value]
+    if different or cell["variant"]:
+        return f"it was run with another {', '.join(different) or 'variant'}"
+    logged, steps = len(authors_trajectory()), len(run.steps[cell["key"]])
+    return "" if steps == logged else f"it has {logged} steps, and this has {steps}"
