@@ -9,6 +9,7 @@ found again, and of two that finish the same the second loses without harm (fold
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,12 +155,9 @@ def way_to_run(workers: int, cluster: ClusterSettings, say: Callable[[str], None
     """How a run with these settings is computed: in this process, or by Dask."""
     if workers == 1 and cluster.kind == LOCAL:
         return in_this_process
-    try:
-        import dask_jobqueue  # noqa: F401
-        import distributed  # noqa: F401
-    except ImportError as error:
+    if not all(map(find_spec, ("distributed", "dask_jobqueue"))):
         given = f"workers={workers}" if cluster.kind == LOCAL else f"cluster={cluster.kind}"
-        raise UserError(f"{given}: needs Dask, which is not installed; pip install 'fairseq-icl[cluster]'") from error
+        raise UserError(f"{given}: needs Dask, which is not installed; pip install 'fairseq-icl[cluster]'")
     return partial(by_dask, workers=workers, cluster=cluster, say=say)
 
 
@@ -245,8 +244,10 @@ def _connected(address: str) -> "Client":
 
 def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     """The cluster whose workers are jobs; a worker ends shortly before its job's time does, and another follows."""
-    import dask_jobqueue
+    interrupt = signal.getsignal(signal.SIGINT)
+    import dask_jobqueue  # which makes an interrupt end the process without a word
 
+    signal.signal(signal.SIGINT, interrupt)
     name, command = QUEUES[cluster.kind]
     if shutil.which(command) is None:
         raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")

@@ -9,7 +9,6 @@ import pandas as pd
 from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.results import Rows, write_results
-from fairseq_icl.results.bootstrap import Estimate
 
 LAYERS, EXAMPLES = 24, 12
 DATASETS, SEEDS = ("sst2", "mr"), (1, 2, 3)
@@ -76,11 +75,12 @@ def table(means: dict[str, float], shift: dict[str, float], noise: float) -> pd.
     for metric, mean in means.items():
         per_layer = metric.startswith(LAYERED)
         values = mean + shift[metric] + noise * generator.standard_normal((EXAMPLES, LAYERS if per_layer else 1))
-        rows.add_mean(metric, Estimate(values.mean(), values.mean() - 0.1, values.mean() + 0.1))
+        rows.add(metric, values.mean(), values.mean() - 0.1, values.mean() + 0.1)
         if per_layer:
-            rows.add_means(metric, Estimate(values.mean(0), values.mean(0) - 0.1, values.mean(0) + 0.1))
+            means = values.mean(0)
+            rows.add(metric, means, means - 0.1, means + 0.1, is_per_layer=True)
         rows.add_examples(metric, np.arange(EXAMPLES), values, per_layer)
-    rows.add_count("examples", EXAMPLES)
+    rows.add("examples", EXAMPLES)
     return rows.frame(dataset="", seed=0, permutation=0, method="", init="")
 
 
