@@ -228,6 +228,7 @@ class Observer:
             method=model.method,
             init=model.init,
             precision=model.precision,
+            device=str(log_probs.device),
             skipped_updates=model.skipped_updates,
             demonstration_logprob=demonstration_logprob,
         )

@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
 from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric, shown_as
@@ -104,10 +105,10 @@ def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> Trainin
     `recorded`: row of the train file -> (layers, tokens, width), BOS included. None, with a warning, where the two
     sides cannot be paired: labels of another length were switched in, or nothing fitted into the prompt.
     """
-    queries = torch.cat(list(recorded.values()), dim=1)
     lengths = [tokens.size(1) for tokens in recorded.values()]
+    rows, spans = prompts.context_rows, prompts.context_spans
     try:
-        return TrainingTokens.align(queries, list(recorded), lengths, prompts.context_rows, prompts.context_spans)
+        return TrainingTokens.align(list(recorded.values()), list(recorded), lengths, rows, spans)
     except ValueError as error:
         logger.warning("attention to training tokens is left out: %s", error)
         return None
@@ -220,6 +221,7 @@ class Collector:
         self.skipped_updates = 0
         self.seen = Seen()
 
+    @within_memory("computing metrics")
     def add(
         self,
         example: Tensor | Sequence[int],
@@ -233,13 +235,21 @@ class Collector:
         """Take in one batch; `example` (n,) are positions in the validation set. An example added twice counts once.
 
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
+        Metrics are computed where the last of them was observed: on a GPU too.
         """
+        device = str(getattr(zsl if ft is None else ft, "device", "cpu"))
         example = torch.as_tensor(example, dtype=torch.long)
+        if device != "cpu":
+            zsl, icl, example = zsl.on(device), icl.on(device), example.to(device)
+            ft, other_ft = (None if seen is None else seen.on(device) for seen in (ft, other_ft))
+            weights = None if weights is None else weights.on(device)
+            self.training = None if self.training is None else self.training.on(device)
         conditions = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
         attention = self._training_attention(example, icl, ft)
         given = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
         extras: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        for name, metric in self.metrics.items():
+        # Those of all conditions first: what the others need is found on their way, and remembered.
+        for name, metric in sorted(self.metrics.items(), key=lambda item: -len(item[1].conditions)):
             if set(metric.conditions) <= conditions.keys() and set(metric.needs) <= extras.keys():
                 observations = [conditions[name] for name in metric.conditions]
                 if not metric.can_read(observations):
@@ -276,8 +286,9 @@ class Collector:
         are wrong under ZSL and right under ICL and FT.
         """
         rows = Rows()
-        for name, series in self.seen.metrics.items():
-            self._add_metric(rows, name, series)
+        for name in self.metrics:
+            if name in self.seen.metrics:
+                self._add_metric(rows, name, self.seen.metrics[name])
         for name, series in self.seen.labels.items():
             rows.add_examples(name, series.joined().examples, series.values())
         counts = {name: series.values().sum() for name, series in self.seen.sets.items()}
@@ -302,7 +313,9 @@ class Collector:
         chosen = torch.nonzero(example < self.training_examples).flatten()
         if self.training is None or ft is None or len(chosen) == 0:
             return None
-        return TrainingAttention.of(example[chosen], icl.take(chosen), ft.take(chosen), self.training)
+        if len(chosen) < len(example):
+            example, icl, ft = example[chosen], icl.take(chosen), ft.take(chosen)
+        return TrainingAttention.of(example, icl, ft, self.training)
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""

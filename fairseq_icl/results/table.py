@@ -271,16 +271,14 @@ class Rows:
         layer, example, value, low, high = (np.concatenate(columns.pop(0)) for _ in range(5))
         frame = pd.DataFrame(
             {
-                "metric": np.repeat(np.array(names, dtype=object), sizes),
-                "layer": pd.array(layer, dtype="Int64"),
-                "example": pd.array(example, dtype="Int64"),
+                "metric": pd.Series(names).array.repeat(sizes),
+                "layer": pd.arrays.IntegerArray(layer, layer == NONE),
+                "example": pd.arrays.IntegerArray(example, example == NONE),
                 "value": value,
                 "low": pd.array(low, dtype="Float64"),
                 "high": pd.array(high, dtype="Float64"),
             }
         )
-        for name in ("layer", "example"):
-            frame.loc[frame[name] == NONE, name] = pd.NA
         for place, (name, content) in enumerate(identity.items()):
             frame.insert(place, name, content)
         return frame
