@@ -227,7 +227,7 @@ def _parser(command: str, description: str, **more: object) -> argparse.Argument
 def _described(known: Setting, default: str = "") -> str:
     """One setting: help, choices, default."""
     choices = f"; one of {', '.join(known.choices)}" if known.choices else ""
-    if known.is_reading:
+    if known.paper is not None:
         default = f"as reading says; authors: {known.default}, paper: {known.paper}"
     default = default or ("" if known.default is None else str(known.default))
     return f"{known.name}: {known.help}{choices}" + (f" (default: {default})" if default else "")

@@ -36,10 +36,10 @@ def flags_of(component: str) -> list[tuple[str, Any, Any]]:
         if known.is_flag_of(component):
             kind: Any = ChoiceEnum(list(known.choices)) if known.choices else known.kind
             text, default = known.help, known.default
-            if known.is_reading:
+            if known.paper is not None:
                 text += f" (authors' code: {known.default}; paper: {known.paper}; default: as --reading says)"
                 default = None
-            kind = Optional[kind] if known.optional or known.is_reading else kind  # noqa: UP045
+            kind = Optional[kind] if known.optional or known.paper is not None else kind  # noqa: UP045
             flags.append(flag(known.name, kind, default, text))
     return flags
 

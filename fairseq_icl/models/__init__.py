@@ -18,9 +18,6 @@ from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
 
-SPREAD = "auto"
-"""The device that stands for all GPUs of a machine together."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -105,8 +102,8 @@ def load_model(
         bpe: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
             text at white space. A Hugging Face folder brings its own.
         tokenizer: Folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
-        device: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. "auto" spreads a Hugging
-            Face folder over all GPUs (accelerate).
+        device: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. A model runs on
+            one device: it is not spread over several.
 
     Returns:
         The model, ready to be observed; it has learnt nothing yet.
@@ -124,13 +121,9 @@ def load_model(
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
+    where = choose_device(device or settings.device)
     with within_memory("loading the model"):
-        if device == SPREAD:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings, device_map=SPREAD)
-        else:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(
-                choose_device(device or settings.device)
-            )
+        lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(where)
     return Model(lm.eval(), files, *facts_of(settings))
 
 
