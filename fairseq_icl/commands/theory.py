@@ -5,11 +5,27 @@ implicit updates, momentum), then on a language model. Writes theory.html and th
 """
 
 import argparse
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fairseq_icl.theory.statements import Record
+
+TITLE = "In-context learning and gradient descent: the statements, executed"
+INTRODUCTION = (
+    "Every row is one statement, computed twice: as it is claimed, and with one premise removed. Exact statements must "
+    "hold to 1e-10 in float64 and fail visibly without it; measured ones show a gap beside a larger one. A question "
+    "claims nothing: its two numbers are the answer."
+)
+HEADER = ("statement", "source", "what was computed", "number", "premise removed", "number then", "kind", "holds")
+HERE = Path(__file__).parents[1] / "theory"
+"""Has page.css, and layer_causal.png, which examples/layer_causal_drawing.py draws."""
+BY_LAYER = "The model looked at, layer by layer, at the last token of the queries; means over heads and queries."
+DRAWN = "Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts gradients."
 
 
 def main(argv: list[str]) -> int:
@@ -29,9 +45,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", type=Path, default=Path("theory"), help="folder for the pages (default: theory)")
     arguments = parser.parse_args(argv)
     from fairseq_icl.files import write_atomically
-    from fairseq_icl.theory.page import render_html, render_markdown, run_statements
+    from fairseq_icl.theory.statements import run_exact
+    from fairseq_icl.theory.trained import run_trained
 
-    records = run_statements(arguments.seed, training=not arguments.no_training) + _on_model(arguments)
+    records = run_exact(arguments.seed) + ([] if arguments.no_training else run_trained(arguments.seed))
+    records += _on_model(arguments)
     subject = (
         f"Model of the last rows: {arguments.model}, dataset {arguments.dataset}, {arguments.demonstrations} "
         f"demonstrations, {arguments.queries} queries, seed {arguments.seed}."
@@ -40,7 +58,7 @@ def main(argv: list[str]) -> int:
     write_atomically(arguments.to / "theory.html", render_html(records, subject))
     write_atomically(arguments.to / "theory.md", text)
     print(text)
-    claims = [record for record in records if record.is_claim]
+    claims = [record for record in records if record.kind != "question"]
     failed = [record.statement for record in claims if not record.holds]
     print(f"{len(claims) - len(failed)} of {len(claims)} statements hold; pages: {arguments.to / 'theory.html'}")
     return 1 if failed else 0
@@ -49,7 +67,7 @@ def main(argv: list[str]) -> int:
 def _on_model(arguments: argparse.Namespace) -> list["Record"]:
     """The statements that can be checked on a language model, with its own prompts."""
     from fairseq_icl import api
-    from fairseq_icl.theory.decoder_statements import run_on_decoder
+    from fairseq_icl.theory.on_decoder import run_on_decoder
 
     model = api.load_model(arguments.model, device="cpu")
     prompts = api.build_prompts(
@@ -65,3 +83,72 @@ def _on_model(arguments: argparse.Namespace) -> list["Record"]:
     contexts = [prompts.context[:end] for end in chosen]
     queries = [query.inputs[0] for query in prompts.queries]
     return run_on_decoder(model.lm.decoder.double(), prompts.start, contexts, queries)
+
+
+def _cells(record: "Record") -> list[str]:
+    value, broken = (f"{x:.1e}" if x < 1e-3 or x >= 1e4 else f"{x:.4f}" for x in (record.value, record.broken))
+    holds = "-" if record.kind == "question" else "yes" if record.holds else "NO"
+    return [record.statement, record.source, record.computed, value, record.premise, broken, record.kind, holds]
+
+
+def render_markdown(records: Sequence["Record"], subject: str = "") -> str:
+    """A title, an introduction, on request a line about the model that was looked at, and one table."""
+
+    def plain(text: str) -> str:  # a bar would end a cell, a line break the row, and < might open a tag
+        text = " ".join(escape(text, quote=False).split())
+        return "".join("\\" + mark if mark in "\\|*_`[" else mark for mark in text)
+
+    rows = [HEADER, ["---"] * len(HEADER), *([plain(cell) for cell in _cells(record)] for record in records)]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n\n".join(filter(None, [f"# {TITLE}", INTRODUCTION, plain(subject), table])) + "\n"
+
+
+def render_html(records: Sequence["Record"], subject: str = "") -> str:
+    """One HTML page that needs no other file: the statements, what they have by layer, and layer-causal descent drawn.
+
+    `subject` is a line about the model that was looked at.
+    """
+    rows = []
+    for record in records:
+        cells = _cells(record)
+        kinds = ["text", "text", "text", "number", "text", "number", "text", cells[-1].lower()]
+        named = zip(HEADER, kinds, cells, strict=True)
+        rows.append("".join(f'<td data-name="{name}" class="{kind}">{escape(cell)}</td>' for name, kind, cell in named))
+    series = {title: values for record in records for title, values in record.per_layer.items()}
+    figures = [("Measures by layer", BY_LAYER, drawn_by_layer(series))] if series else []
+    figures += [("Vanilla and layer-causal gradient descent", DRAWN, (HERE / "layer_causal.png").read_bytes())]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(TITLE)}</title>'
+        f"<style>{(HERE / 'page.css').read_text()}</style></head><body><h1>{escape(TITLE)}</h1>"
+        f"<p>{escape(INTRODUCTION)}</p><p>{escape(subject)}</p>\n"
+        f'<div class="wide"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in HEADER)}</tr></thead><tbody>\n'
+        + "\n".join(f"<tr>{row}</tr>" for row in rows)
+        + "\n</tbody></table></div>"
+        + "".join(
+            f'<figure><img src="data:image/png;base64,{base64.b64encode(picture).decode("ascii")}" alt="{title}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+            for title, caption, picture in figures
+        )
+        + "</body></html>\n"
+    )
+
+
+def drawn_by_layer(series: Mapping[str, Sequence[float]]) -> bytes:
+    """One small panel for each series of numbers by layer, three in a row, as PNG."""
+    from matplotlib.ticker import MaxNLocator
+
+    from fairseq_icl.results.drawing import COLOURS, Drawing, panels
+
+    figure, axes = panels(list(series))
+    for ax, values in zip(axes, series.values(), strict=True):
+        ax.plot(range(1, len(values) + 1), values, color=COLOURS[0], marker="o", markersize=3, linewidth=1.2)
+        ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+        ax.set_xlabel("layer")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if max(values) > 100 * min(values) > 0:
+            ax.set_yscale("log")
+    picture = io.BytesIO()
+    figure.set_layout_engine("constrained")
+    Drawing("", "", "", figure).save(picture, format="png", dpi=110)
+    return picture.getvalue()

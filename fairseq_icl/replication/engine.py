@@ -165,6 +165,8 @@ class Engine:
             description["command"] = training_command(options)
             description["learns"] = choose_what_learns(self.base_model(cell, shared_model).lm, cell.settings)
             description["lr_made_for"] = cell.lender or cell.model
+        elif method.edit is not None:
+            description["learns"] = "no weight: states are edited"
         description["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
         description["metrics"] = foreign_metrics()
         made_by = provenance({}, precision=cell.settings.precision, device=cell.settings.device)

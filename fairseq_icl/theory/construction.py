@@ -19,7 +19,7 @@ GD++ lets every layer transform the inputs as well: with -(gamma / eta) I in the
     x_j <- x_j - (gamma / N) sum_i x_i (x_i . x_j) = (I - gamma S) x_j,      S = 1/N sum_i x_i x_i^T of current inputs
 
 Seen from the original inputs this is gradient descent with a preconditioner: if M_l is the product of the transforms of
-the layers below l, then W <- W - eta dL/dW M_l^T M_l. `gradient_descent_plus` computes it in this form, without tokens.
+the layers below l, then W <- W - eta dL/dW M_l^T M_l. `gradient_descent` computes it in this form, without tokens.
 Shapes: B tasks, N examples, Q queries, d inputs, m outputs.
 """
 
@@ -102,15 +102,13 @@ def gradient_step_layer(
         raise UserError("rate: a step of size 0 has no layer (gamma is written as a multiple of eta)")
     if transform and initial is not None:
         raise UserError("transform: GD++ starts from W_0 = 0; W_0 would meet inputs that the layers have changed")
-    size, dtype = width + outputs, torch.float64 if initial is None else initial.dtype
-    reads_input = torch.zeros(size, size, dtype=dtype)
-    reads_input[:width, :width] = torch.eye(width, dtype=dtype)
-    value = torch.zeros(size, size, dtype=dtype)
-    value[:width, :width] = -transform / rate * torch.eye(width, dtype=dtype)
-    value[width:, width:] = -torch.eye(outputs, dtype=dtype)
+    dtype = torch.float64 if initial is None else initial.dtype
+    of_input, of_output = torch.eye(width, dtype=dtype), torch.eye(outputs, dtype=dtype)
+    reads_input = torch.block_diag(of_input, 0 * of_output)
+    value = torch.block_diag(-transform / rate * of_input, -of_output)
     if initial is not None:
         value[width:, :width] = initial
-    return LinearSelfAttention(reads_input, reads_input, value, rate / examples * torch.eye(size, dtype=dtype))
+    return LinearSelfAttention(reads_input, reads_input, value, rate / examples * torch.block_diag(of_input, of_output))
 
 
 def prompt_tokens(task: Regression, initial: Tensor | None = None) -> Tensor:
@@ -128,21 +126,17 @@ def predict(layers: list[LinearSelfAttention], task: Regression, initial: Tensor
     return -tokens[:, context:, task.inputs.shape[2] :]
 
 
-def gradient_descent(task: Regression, rates: Tensor, initial: Tensor | None = None) -> Tensor:
+def gradient_descent(
+    task: Regression, rates: Tensor, transforms: Tensor | None = None, initial: Tensor | None = None
+) -> Tensor:
     """Predictions (B, Q, m) of W after len(rates) explicit steps on L(W) = 1/(2N) sum_i |W x_i - y_i|^2.
 
     Args:
         task: the tasks; each has a W of its own.
         rates: (steps,) eta of every step; may require gradients.
+        transforms: (steps,) gamma of GD++; then W <- W - eta_l dL/dW M_l^T M_l and M <- (I - gamma_l M S M^T) M, with S
+            the covariance 1/N sum_i x_i x_i^T of the original inputs. None: plain descent, M = I.
         initial: W_0 (m, d); zero if not given.
-    """
-    return gradient_descent_plus(task, rates, torch.zeros_like(rates), initial)
-
-
-def gradient_descent_plus(task: Regression, rates: Tensor, transforms: Tensor, initial: Tensor | None = None) -> Tensor:
-    """GD++ as preconditioned gradient descent: W <- W - eta_l dL/dW M_l^T M_l, M <- (I - gamma_l M S M^T) M.
-
-    S is the covariance 1/N sum_i x_i x_i^T of the original inputs; arguments as above, `transforms` (steps,) the gamma.
     """
     batch, examples, width = task.inputs.shape
     weight = task.inputs.new_zeros(batch, task.targets.shape[2], width)  # (B, m, d)
@@ -150,7 +144,8 @@ def gradient_descent_plus(task: Regression, rates: Tensor, transforms: Tensor, i
     identity = torch.eye(width, dtype=weight.dtype)
     covariance = task.inputs.transpose(1, 2) @ task.inputs / examples  # (B, d, d)
     transform = identity.expand(batch, -1, -1)
-    for rate, gamma in zip(rates, transforms, strict=True):
+    gammas = torch.zeros_like(rates) if transforms is None else transforms
+    for rate, gamma in zip(rates, gammas, strict=True):
         residual = task.inputs @ weight.transpose(1, 2) - task.targets  # (B, N, m) W x_i - y_i
         gradient = residual.transpose(1, 2) @ task.inputs / examples  # (B, m, d)
         weight = weight - rate * gradient @ transform.transpose(1, 2) @ transform

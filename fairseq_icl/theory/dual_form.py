@@ -1,8 +1,17 @@
-"""A linear layer trained by gradient descent is its old self plus linear attention to its training examples.
+"""Training is remembering: a perceptron, or a layer trained by SGD, is linear attention to its training examples.
 
-Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798), after Aizerman et al. (1964). A layer y = W x + b that sees the
-inputs x_i and receives the loss gradients g_i = dL/dy_i changes in one step of SGD by -lr sum_i g_i x_i^T. With
-e_i = -lr g_i, after any number of steps,
+Rosenblatt's perceptron (1958) keeps a weight vector, that of Aizerman, Braverman and Rozonoer (1964) the examples. For
+labels y_i = +-1, going through the examples one by one,
+
+    primal   if y_t (w . x_t) <= 0:                     w <- w + y_t x_t
+    dual     if y_t sum_i a_i y_i k(x_i, x_t) <= 0:     a_t <- a_t + 1
+
+With k(x, z) = x . z both make the same mistakes, w = sum_i a_i y_i x_i, and the dual's output sum_i (a_i y_i) (x_i . x)
+is unnormalised attention to the examples, with values a_i y_i; another k, such as a softmax, learns another function.
+
+Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798) say it of SGD. A layer y = W x + b that sees the inputs x_i and
+receives the loss gradients g_i = dL/dy_i changes in one step by -lr sum_i g_i x_i^T. With e_i = -lr g_i, after any
+number of steps,
 
     W x = W_0 x + sum_i e_i (x_i . x) = W_0 x + LinearAttn(values E, keys X, query x)            (plain SGD)
 
@@ -15,6 +24,7 @@ c_s = -lr (1 - mu^(T-s+1)) / (1 - mu): an early example weighs more than a late 
 gradient statistics (Adam) has no such coefficients that hold for all entries of W: the statement ends there.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -25,10 +35,36 @@ from torch.optim import Optimizer
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm
 
+Kernel = Callable[[Tensor, Tensor], Tensor]
+"""(keys (n, d), queries (..., d)) -> scores (..., n)"""
 
-def linear_attention(values: Tensor, keys: Tensor, query: Tensor) -> Tensor:
-    """sum_i values_i (keys_i . query): values (n, out), keys (n, in), query (..., in) -> (..., out)"""
-    return (query @ keys.T) @ values
+
+def dot_product(keys: Tensor, queries: Tensor) -> Tensor:
+    """k(x_i, x) = x_i . x: keys (n, d), queries (..., d) -> (..., n)"""
+    return queries @ keys.T
+
+
+def softmax_kernel(keys: Tensor, queries: Tensor) -> Tensor:
+    """Scores normalised over the examples, as in a transformer, which the dual form does not allow for: (..., n)"""
+    return torch.softmax(queries @ keys.T, dim=-1)
+
+
+def train_perceptron(
+    examples: Tensor, labels: Tensor, kernel: Kernel | None = None, rounds: int = 5, keep: float = 1.0
+) -> tuple[Tensor, list[int]]:
+    """What a perceptron learns from examples (n, d) and labels (n,), and the visits, over all rounds, of its mistakes.
+
+    Without a `kernel` these are the primal's weights (d,), with one the dual's values a_i y_i (n,) of the examples; the
+    outputs for x are then x @ weights and kernel(examples, x) @ values. `keep`, a factor on what was learned at every
+    mistake, is 1 in both forms; one that forgets is no longer the other.
+    """
+    learned, mistakes = torch.zeros_like(examples[0] if kernel is None else labels), []
+    for visit, index in enumerate([*range(len(examples))] * rounds):
+        x, y = examples[index], labels[index]
+        if y * ((x if kernel is None else kernel(examples, x)) @ learned) <= 0:
+            learned = keep * learned + y * (x if kernel is None else torch.eye(len(examples)).to(x)[index])
+            mistakes.append(visit)
+    return learned, mistakes
 
 
 @dataclass(frozen=True)
@@ -50,10 +86,6 @@ class SgdRule:
                     raise UserError(f"{type(optimizer).__name__}: has no dual form here; use SGD that minimizes")
                 return cls(*(group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")))
         raise UserError("the optimizer does not train this layer's weight: give it the layer's parameters")
-
-    def plain(self) -> "SgdRule":
-        """The same rate without momentum and weight decay: what one assumes who does not account for them."""
-        return SgdRule(self.lr)
 
 
 def example_weights(rules: list[SgdRule]) -> tuple[float, list[float]]:
@@ -107,8 +139,9 @@ class DualRecorder:
     steps: list[TrainingStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.initial_weight = self.layer.weight.detach().clone()  # (out, in)
-        self.initial_bias = None if self.layer.bias is None else self.layer.bias.detach().clone()  # (out,)
+        bias = self.layer.bias
+        parts = [self.layer.weight] + ([] if bias is None else [bias[:, None]])
+        self.initial_weight = torch.cat(parts, dim=1).detach()  # (out, in), or (out, in + 1) with a bias
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> "DualRecorder":
@@ -158,33 +191,31 @@ class DualRecorder:
         pairs = zip(self.steps, coefficients, strict=True)
         return DualLayer(
             initial_weight=kept * self.initial_weight,
-            initial_bias=None if self.initial_bias is None else kept * self.initial_bias,
-            keys=torch.cat([step.inputs for step in self.steps]),
+            keys=_widened(torch.cat([step.inputs for step in self.steps]), self.initial_weight),
             values=torch.cat([coefficient * step.gradients for step, coefficient in pairs]),
         )
 
 
 @dataclass(frozen=True)
 class DualLayer:
-    """a W_0 x + a b_0 + sum_i e_i (x_i . x + 1): initial layer plus attention to n examples.
+    """a W_0 x + sum_i e_i (x_i . x): initial layer plus attention to n examples.
 
-    The 1 belongs to the bias, which is a weight of a constant input; it is absent in a layer without bias.
+    A bias is the weight of a constant input 1, which then ends every x and x_i; W_0 has a column more for it.
     """
 
     initial_weight: Tensor  # (out, in) a W_0
-    initial_bias: Tensor | None  # (out,) a b_0
     keys: Tensor  # (n, in) x_i
     values: Tensor  # (n, out) e_i
 
     def __call__(self, x: Tensor) -> Tensor:
         """Output for inputs x: (..., in) -> (..., out)"""
-        output = x @ self.initial_weight.T + linear_attention(self.values, self.keys, x)
-        return output if self.initial_bias is None else output + self.initial_bias + self.values.sum(0)
+        return _widened(x, self.initial_weight) @ self.initial_weight.T + self.scores(x) @ self.values
 
     def scores(self, x: Tensor) -> Tensor:
         """How much x attends to every example, x_i . x: (..., in) -> (..., n)"""
-        return x @ self.keys.T
+        return dot_product(self.keys, _widened(x, self.initial_weight))
 
-    def weight_update(self) -> Tensor:
-        """sum_i e_i x_i^T: (out, in)"""
-        return self.values.T @ self.keys
+
+def _widened(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., in), with a 1 behind it if the weight (out, in) has a bias as its last column."""
+    return x if x.shape[-1] == weight.shape[1] else torch.nn.functional.pad(x, (0, 1), value=1.0)

@@ -20,14 +20,13 @@ dW that serves several tokens. `joint_update` finds that one where it exists.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.metrics.vectors import l2_norm
 
 
 def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Te
     if bool((size == 0).any()):
         raise UserError("the MLP's input without context is zero: no change of W acts on it")
     pushed = (with_context - without) @ weight.T  # (..., out)
-    return torch.einsum("...o,...i->...oi", pushed, without / size)
+    return pushed[..., None] * (without / size)[..., None, :]
 
 
 def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
@@ -57,48 +56,6 @@ def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tenso
     return weight @ (with_context - without).T @ inverse
 
 
-def numerical_rank(update: Tensor, tolerance: float = 1e-8) -> int:
-    """Singular values of (out, in) above `tolerance` times the largest one"""
-    values = torch.linalg.svdvals(update)
-    return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
-
-
-@dataclass(frozen=True)
-class UpdatePath:
-    """The implicit update at one token as demonstrations are added; K contexts, each longer than the one before."""
-
-    updates: Tensor  # (K, out, in) dW_k, against no context
-    norms: Tensor  # (K,) |dW_k|
-    increments: Tensor  # (K,) |dW_k - dW_{k-1}|, dW_0 = 0: does the update settle?
-
-
-def update_path(weight: Tensor, without: Tensor, with_contexts: Tensor) -> UpdatePath:
-    """dW_k for the MLP inputs (K, in) of one token under K growing contexts; `without` is (in,)"""
-    updates = implicit_update(weight, without.expand_as(with_contexts), with_contexts)
-    steps = torch.diff(updates, dim=0, prepend=torch.zeros_like(updates[:1]))
-    return UpdatePath(updates, torch.stack([*map(l2_norm, updates)]), torch.stack([*map(l2_norm, steps)]))
-
-
-def descend_implicitly(weight: Tensor, without: Tensor, with_contexts: Tensor) -> Tensor:
-    """W after K gradient steps of rate 1/|a_0|^2 on L_k(W) = trace(D_k^T W); equals W + dW_K: (out, in)
-
-    Done with autograd, to be a second way to the same matrix and not the same formula again.
-    """
-    current = weight
-    for before, after in zip([without, *with_contexts[:-1]], with_contexts, strict=True):
-        current = current.detach().requires_grad_()
-        direction = torch.outer(weight @ (before - after), without)  # D_k
-        (gradient,) = torch.autograd.grad((direction * current).sum(), current)
-        current = current.detach() - gradient / without.square().sum()
-    return current
-
-
-def update_cosine(implicit: Tensor, fine_tuning: Tensor) -> float:
-    """cos(dW_implicit, dW_fine-tuning) of the same matrix (out, in), as Frobenius inner product; 0 if one is zero"""
-    norms = l2_norm(implicit) * l2_norm(fine_tuning)
-    return float((implicit * fine_tuning).sum() / norms) if norms > 0 else 0.0
-
-
 @dataclass(frozen=True)
 class BlockUpdate:
     """What to add to a block without context so that it equals the block with context at one token."""
@@ -108,37 +65,30 @@ class BlockUpdate:
     gate_weight: Tensor | None = None  # (hidden, d), to the gate that reads the same input, in an MLP that has one
 
 
-@dataclass
-class MlpInputs:
-    """What the MLP of a block received, over the forward passes since recording began."""
-
-    inputs: list[Tensor] = field(default_factory=list)  # a, input of the first linear layer
-    residuals: list[Tensor] = field(default_factory=list)  # R, the residual stream around the MLP
-
-
 @contextmanager
-def recorded_mlp(block: nn.Module) -> Iterator[MlpInputs]:
-    """Record the MLP of a decoder layer of fairseq's kind (`fc1`, `fc2`, `normalize_before`).
+def recorded_mlp(block: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """([a], [R]) of every pass: inputs of a layer's MLP (`fc1`, `fc2`), and the residual stream around it.
 
     With the norm in front (GPT-2's order) the residual stream is the layer's output without the MLP's, also where the
     MLP runs beside attention; with the norm behind it is the MLP's own input. Tensors come as the layer sees them,
     (length, batch, d) in fairseq.
     """
-    seen = MlpInputs()
+    inputs: list[Tensor] = []
+    residuals: list[Tensor] = []
     first, last = _part(block, "fc1"), _part(block, "fc2")
     outputs: list[Tensor] = []
-    hooks = [first.register_forward_pre_hook(lambda _, args: seen.inputs.append(args[0].detach()))]
+    hooks = [first.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))]
     if block.normalize_before:
         hooks.append(last.register_forward_hook(lambda _, __, out: outputs.append(out.detach())))
         hooks.append(
             block.register_forward_hook(
-                lambda _, __, out: seen.residuals.append(out[0].detach() - outputs.pop().view_as(out[0]))
+                lambda _, __, out: residuals.append(out[0].detach() - outputs.pop().view_as(out[0]))
             )
         )
     else:
-        hooks.append(first.register_forward_pre_hook(lambda _, args: seen.residuals.append(args[0].detach())))
+        hooks.append(first.register_forward_pre_hook(lambda _, args: residuals.append(args[0].detach())))
     try:
-        yield seen
+        yield inputs, residuals
     finally:
         for hook in hooks:
             hook.remove()

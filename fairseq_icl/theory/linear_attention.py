@@ -17,19 +17,10 @@ T own tokens; every query vector may see all T own tokens (mask by passing fewer
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-
-
-class AttentionProjections(Protocol):
-    """What is needed of an attention module; fairseq's MultiheadAttention has it."""
-
-    num_heads: int
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
+from torch import Tensor
 
 
 class Heads(NamedTuple):
@@ -38,12 +29,6 @@ class Heads(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-
-
-def heads_of(module: AttentionProjections, inputs: Tensor) -> Heads:
-    """Project attention inputs (tokens, d), taken after the layer's norm if it has one, and split them into heads."""
-    parts = (projection(inputs) for projection in (module.q_proj, module.k_proj, module.v_proj))
-    return Heads(*(part.unflatten(-1, (module.num_heads, -1)).transpose(0, 1) for part in parts))
 
 
 def weight_update(key: Tensor, value: Tensor) -> Tensor:
@@ -128,18 +113,3 @@ def explain(change: Tensor, linear: Tensor) -> Explained:
         cosine=torch.cosine_similarity(change, linear, dim=-1).mean(-1),
         r2=torch.where(spread > 0, inner(centred_change, centred_linear).square() / spread, torch.nan),
     )
-
-
-def explain_heads(query: Tensor, own: Heads, demonstrations: Heads, scale: float | None = None) -> Explained:
-    """`explain` for every head of a layer, (H,) each: softmax's change against dW_ICL q; arguments as above"""
-    linear = relaxed_attention(query, demonstrations.key, demonstrations.value)
-    return explain(softmax_change(query, own, demonstrations, scale).change, linear)
-
-
-def explain_layer(
-    query: Tensor, own: Heads, demonstrations: Heads, output_weight: Tensor, scale: float | None = None
-) -> Explained:
-    """The same for the layer as a whole, after the output projection `output_weight` (d, H D): single numbers"""
-    linear = relaxed_attention(query, demonstrations.key, demonstrations.value)
-    change = softmax_change(query, own, demonstrations, scale).change
-    return explain(*(part.transpose(0, 1).flatten(1) @ output_weight.T for part in (change, linear)))

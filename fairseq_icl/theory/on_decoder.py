@@ -11,13 +11,12 @@ same, nothing precedes them), so they count as the query's own. Use `decoder.dou
 L layers, H heads, D their width, d = H D, n queries.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -25,22 +24,20 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm, relative_error
 from fairseq_icl.models.attention import relaxed
 from fairseq_icl.observing.probe import queries_keys_values
-from fairseq_icl.theory.implicit_update import (
-    applied,
-    block_update,
-    numerical_rank,
-    recorded_mlp,
-    update_path,
-)
+from fairseq_icl.theory.implicit_update import applied, block_update, implicit_update, recorded_mlp
 from fairseq_icl.theory.linear_attention import (
     Explained,
     Heads,
     explain,
     relaxed_attention,
-    softmax_attention,
     softmax_change,
     weight_update,
 )
+from fairseq_icl.theory.statements import DAI, DHERIN, Record
+
+Seen = TypeVar("Seen")
+
+SHOWN_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -48,62 +45,45 @@ class AttentionChange:
     """How demonstrations change attention at the last token, against what dW_ICL q predicts; (L, H) each."""
 
     direct: Explained  # demonstrations come or go at equal queries and own tokens: what the statement speaks of
-    total: Explained  # in-context pass minus zero-shot pass: includes what lower layers have changed before
     share: Tensor  # mean attention that goes to demonstrations
     relaxed_error: float  # of (W_ZSL + dW_ICL) q against attention without softmax, largest over layers and queries
 
 
+@torch.no_grad()
 def attention_change(
     decoder: nn.Module, start: Sequence[int], context: Sequence[int], queries: Sequence[Sequence[int]]
 ) -> AttentionChange:
     """Observe n queries (token ids) behind one context; at least two, or R^2 has nothing to vary over."""
     if list(context[: len(start)]) != list(start) or len(context) == len(start):
         raise UserError("the context must begin with the start tokens and go on with demonstrations")
-    with torch.no_grad():
-        shown = tqdm(queries, desc="attention", unit="query", disable=None)
-        per_query = [_change_at_last_token(decoder, start, context, query) for query in shown]
-    linear, direct, total = (torch.stack([seen[part] for seen in per_query], dim=2) for part in range(3))
-    share = torch.stack([seen[3] for seen in per_query]).mean(0)
-    relaxed_error = max(float(seen[4].max()) for seen in per_query)
-    return AttentionChange(explain(direct, linear), explain(total, linear), share, relaxed_error)
-
-
-def _change_at_last_token(
-    decoder: nn.Module, start: Sequence[int], context: Sequence[int], query: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """Linear part, direct and total change (L, H, D), share (L, H), relaxed error (L,) of one query."""
-    in_context, zero_shot = (_heads(decoder, [*before, *query]) for before in (context, start))
-    rows = []
-    for both, alone in zip(in_context, zero_shot, strict=True):
-        demonstrations = Heads(*(part[:, len(start) : len(context)] for part in both))
-        own = Heads(*(torch.cat([part[:, : len(start)], part[:, len(context) :]], dim=1) for part in both))
-        last = both.query[:, -1:]  # (H, 1, D)
-        seen = softmax_change(last, own, demonstrations)
-        total = softmax_attention(last, both.key, both.value) - softmax_attention(
-            alone.query[:, -1:], alone.key, alone.value
-        )
-        linear = relaxed_attention(last, demonstrations.key, demonstrations.value)
-        weights = weight_update(own.key, own.value) + weight_update(demonstrations.key, demonstrations.value)
-        error = relative_error(last @ weights.transpose(1, 2), relaxed_attention(last, both.key, both.value))
-        rows.append((linear[:, 0], seen.change[:, 0], total[:, 0], seen.share[:, 0], torch.tensor(error)))
-    return tuple(torch.stack(part) for part in zip(*rows, strict=True))
+    rows, errors = [], []
+    for query in tqdm(queries, desc="attention", unit="query", disable=None):
+        for both in _heads(decoder, [*context, *query]):
+            demonstrations = Heads(*(part[:, len(start) : len(context)] for part in both))
+            own = Heads(*(torch.cat([part[:, : len(start)], part[:, len(context) :]], dim=1) for part in both))
+            last = both.query[:, -1:]  # (H, 1, D)
+            seen = softmax_change(last, own, demonstrations)
+            linear = relaxed_attention(last, demonstrations.key, demonstrations.value)
+            weights = weight_update(own.key, own.value) + weight_update(demonstrations.key, demonstrations.value)
+            whole = relaxed_attention(last, both.key, both.value)
+            errors.append(relative_error(last @ weights.transpose(1, 2), whole))
+            rows.append((linear, seen.change, seen.share[..., None]))
+    # (n L) x (H, 1, ...) -> (L, H, n, ...)
+    linear, change, share = (
+        torch.stack(part)[:, :, 0].unflatten(0, (len(queries), -1)).permute(1, 2, 0, 3)
+        for part in zip(*rows, strict=True)
+    )
+    return AttentionChange(explain(change, linear), share[..., 0].mean(2), max(errors))
 
 
 def _heads(decoder: nn.Module, sequence: Sequence[int]) -> list[Heads]:
     """Queries (unscaled), keys and values (H, T, D) of every layer, rotated where the model does so."""
-    seen: list[Heads] = []
 
-    def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        x = kwargs["query"] if "query" in kwargs else args[0]
-        query, key, value = queries_keys_values(module, x)
-        seen.append(Heads(query[0] / module.scaling, key[0], value[0]))
+    def look(module: Any, given: Tensor, _: Any) -> Heads:
+        query, key, value = queries_keys_values(module, given)
+        return Heads(query[0] / module.scaling, key[0], value[0])
 
-    modules = [layer.self_attn for layer in _layers(decoder)]
-    with _hooked([module.register_forward_hook(look, with_kwargs=True) for module in modules]):
-        _run(decoder, sequence)
-    if len(seen) != len(modules):
-        raise UserError(f"saw {len(seen)} attention blocks in a decoder of {len(modules)} layers")
-    return seen
+    return _watched(decoder, [layer.self_attn for layer in _layers(decoder)], sequence, look)[0]
 
 
 @dataclass(frozen=True)
@@ -125,12 +105,18 @@ def relaxed_model(
 
     The decoder itself, called with tokens (B, T), must return (logits (B, T, vocabulary), ...).
     """
+
+    def prediction(sequence: Sequence[int]) -> tuple[Tensor, Tensor]:  # of the next token (V,); outputs (L, d)
+        modules = [layer.self_attn for layer in _layers(decoder)]
+        seen, result = _watched(decoder, modules, sequence, _last_output, whole=True)
+        return result[0][0, -1].softmax(-1), torch.stack(seen)
+
     rows = []
     for query in tqdm(queries, desc="relaxed model", unit="query", disable=None):
-        real, outputs = _prediction(decoder, [*context, *query])
-        zero_shot, _ = _prediction(decoder, [*start, *query])
+        real, outputs = prediction([*context, *query])
+        zero_shot, _ = prediction([*start, *query])
         with relaxed(decoder):
-            linear, linear_outputs = _prediction(decoder, [*context, *query])
+            linear, linear_outputs = prediction([*context, *query])
         rows.append(
             (
                 (linear - real).abs().sum() / 2,
@@ -144,15 +130,6 @@ def relaxed_model(
     return RelaxedModel(float(distance), float(moved), float(agreement), cosine, error)
 
 
-def _prediction(decoder: nn.Module, sequence: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Probabilities of the next token (vocabulary,), and attention outputs at the last one (L, d)."""
-    seen: list[Tensor] = []
-    modules = [layer.self_attn for layer in _layers(decoder)]
-    with _hooked([module.register_forward_hook(lambda _, __, out: seen.append(out[0][-1, 0])) for module in modules]):
-        logits = decoder(_tokens(decoder, sequence))[0][0, -1]
-    return logits.softmax(-1), torch.stack(seen)
-
-
 @dataclass(frozen=True)
 class ImplicitUpdates:
     """The implicit update of every block at one token, as its context grows through K stages."""
@@ -161,7 +138,6 @@ class ImplicitUpdates:
     unmoved: Tensor  # (L,) the same without the update: how much the context changes the block's output
     rank: list[int]  # (L,) of dW for the full context
     norms: Tensor  # (L, K) |dW_k| / |W|
-    increments: Tensor  # (L, K) |dW_k - dW_{k-1}| / |W|
     updates: list[Tensor]  # L x (hidden, d), for the full context; compare with a fine-tuning update of fc1
 
 
@@ -175,53 +151,86 @@ def implicit_updates(
     layers = _layers(decoder)
     with torch.no_grad(), ExitStack() as stack:
         seen = [stack.enter_context(recorded_mlp(layer)) for layer in layers]
-        outputs = [_layer_outputs(decoder, sequence) for sequence in sequences]  # (K + 1) x (L, d)
-    errors, unmoved, ranks, norms, increments, updates = [], [], [], [], [], []
+        outputs = [_watched(decoder, layers, sequence, _last_output)[0] for sequence in sequences]  # (K + 1) x L x (d,)
+    rows = []
     shown = tqdm(zip(layers, seen, strict=True), desc="implicit updates", total=len(layers), disable=None)
-    for index, (layer, record) in enumerate(shown):
-        inputs, residuals = ([part.flatten(0, 1)[-1] for part in parts] for parts in (record.inputs, record.residuals))
+    for index, (layer, recorded) in enumerate(shown):
+        inputs, residuals = ([part.flatten(0, 1)[-1] for part in parts] for parts in recorded)
         update = block_update(layer, [inputs[0], inputs[-1]], [residuals[0], residuals[-1]])
         with torch.no_grad(), applied(layer, update):
-            moved = _layer_outputs(decoder, sequences[0])[index]
-        errors.append(relative_error(moved, outputs[-1][index]))
-        unmoved.append(relative_error(outputs[0][index], outputs[-1][index]))
+            moved = _watched(decoder, layers, sequences[0], _last_output)[0]
+        errors = (relative_error(before[index], outputs[-1][index]) for before in (moved, outputs[0]))
         weight = layer.fc1.weight.detach()
-        path = update_path(weight, inputs[0], torch.stack(inputs[1:]))
-        ranks.append(numerical_rank(update.first_weight))
-        norms.append(path.norms / l2_norm(weight))
-        increments.append(path.increments / l2_norm(weight))
-        updates.append(update.first_weight)
-    return ImplicitUpdates(
-        torch.tensor(errors), torch.tensor(unmoved), ranks, torch.stack(norms), torch.stack(increments), updates
-    )
+        path = implicit_update(weight, inputs[0], torch.stack(inputs[1:]))  # (K, hidden, d)
+        rank = int(torch.linalg.matrix_rank(update.first_weight, rtol=1e-8))
+        rows.append((*errors, rank, torch.stack([*map(l2_norm, path)]) / l2_norm(weight), update.first_weight))
+    error, unmoved, ranks, norms, updates = zip(*rows, strict=True)
+    return ImplicitUpdates(torch.tensor(error), torch.tensor(unmoved), list(ranks), torch.stack(norms), list(updates))
 
 
-def fine_tuned_updates(decoder: nn.Module, sequences: Sequence[Sequence[int]], lr: float) -> list[Tensor]:
-    """What fine-tuning does to the same matrices: L x (hidden, d), the change of every fc1, trained together and alone.
+def run_on_decoder(
+    decoder: nn.Module, start: Sequence[int], contexts: Sequence[Sequence[int]], queries: Sequence[Sequence[int]]
+) -> list[Record]:
+    """The statements on one decoder, as records for the page; seconds for a small model and some tens of queries.
 
-    Plain SGD, one step per sequence (token ids), on the cross-entropy of all tokens but the first; the decoder itself,
-    called with tokens, must return (logits (B, T, vocabulary), ...). The decoder is afterwards as it was. Compare with
-    `ImplicitUpdates.updates` by `implicit_update.update_cosine`.
+    `contexts` grow, the full one last; the implicit update is taken at the last token of the first query.
     """
-    weights: list[nn.Parameter] = [layer.fc1.weight for layer in _layers(decoder)]
-    before = [weight.detach().clone() for weight in weights]
-    learned = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
-    decoder.requires_grad_(False)
-    for weight in weights:
-        weight.requires_grad_(True)
-    try:
-        for sequence in sequences:
-            tokens = _tokens(decoder, sequence)
-            loss = F.cross_entropy(decoder(tokens)[0][0, :-1], tokens[0, 1:])
-            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
-                weight.data.sub_(gradient, alpha=lr)
-        return [weight.detach() - old for weight, old in zip(weights, before, strict=True)]
-    finally:
-        decoder.requires_grad_(False)
-        for parameter in learned:
-            parameter.requires_grad_(True)
-        for weight, old in zip(weights, before, strict=True):
-            weight.data.copy_(old)
+    change = attention_change(decoder, start, contexts[-1], queries)
+    linear = relaxed_model(decoder, start, contexts[-1], queries)
+    updates = implicit_updates(decoder, start, contexts, queries[0])
+    cosine, r2 = change.direct.cosine.mean(1), change.direct.r2.mean(1)
+    return [
+        Record(
+            "On this model's own keys and values: linear attention to demonstrations is a change of weights.",
+            DAI,
+            f"largest relative error of (W_ZSL + dW_ICL) q over layers and {len(queries)} queries, without softmax",
+            change.relaxed_error,
+            "the model's softmax; dW_ICL q scaled by the best factor of each head. R^2 per layer, mean over heads: "
+            f"{_per_layer(r2)}; cosine: {_per_layer(cosine)}",
+            float(change.direct.scaled_error.mean()),
+            per_layer={
+                "attention to demonstrations": change.share.mean(1).tolist(),
+                "cosine of ICL's change and dW_ICL q": cosine.tolist(),
+                "R^2 of ICL's change on dW_ICL q": r2.tolist(),
+            },
+        ),
+        Record(
+            "How far is this model from the one without softmax and scale that the papers reason about?",
+            DAI,
+            f"total variation between the two next-token predictions in context, {len(queries)} queries; the same "
+            f"likeliest token in {linear.agreement:.0%}. Attention outputs per layer, cosine: "
+            f"{_per_layer(linear.cosine)}; |difference| / |output|: {_per_layer(linear.relative_error)}",
+            linear.distance,
+            "for comparison: how far demonstrations move the model itself",
+            linear.moved,
+            kind="question",
+            per_layer={
+                "cosine of relaxed and real attention": linear.cosine.tolist(),
+                "|relaxed - real| / |real|": linear.relative_error.tolist(),
+            },
+        ),
+        Record(
+            "On this model's own blocks: a context is a rank-one update of the MLP's first matrix.",
+            DHERIN,
+            f"largest relative error over {len(updates.rank)} blocks; rank {max(updates.rank)}, |dW| / |W| per layer: "
+            f"{_per_layer(updates.norms[:, -1])}",
+            float(updates.error.max()),
+            "no update (smallest change over the blocks)",
+            float(updates.unmoved.min()),
+            per_layer={"|dW| / |W| of the implicit update": updates.norms[:, -1].tolist()},
+        ),
+    ]
+
+
+def _per_layer(values: Tensor) -> str:
+    """Every layer's number, or of a deep model the smallest, the median and the largest."""
+
+    def short(value: float) -> str:
+        return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
+
+    if len(values) <= SHOWN_LAYERS:
+        return " ".join(map(short, values.tolist()))
+    return f"{short(float(values.min()))} to {short(float(values.max()))}, median {short(float(values.median()))}"
 
 
 def _layers(decoder: nn.Module) -> list[Any]:
@@ -237,23 +246,33 @@ def _tokens(decoder: nn.Module, sequence: Sequence[int]) -> Tensor:
     return torch.tensor([list(sequence)], device=next(decoder.parameters()).device)
 
 
-def _run(decoder: nn.Module, sequence: Sequence[int]) -> None:
-    cast(Any, decoder).extract_features(_tokens(decoder, sequence), None)
+def _last_output(_: Any, __: Tensor, output: Any) -> Tensor:
+    return output[0][-1, 0]
 
 
-@contextmanager
-def _hooked(handles: list[Any]) -> Iterator[None]:
+def _watched(
+    decoder: Any,
+    modules: Sequence[nn.Module],
+    sequence: Sequence[int],
+    look: Callable[[Any, Tensor, Any], Seen],
+    whole: bool = False,
+) -> tuple[list[Seen], Any]:
+    """What `look` sees of each module's (module, input, output) in a pass, and what the decoder returns.
+
+    With `whole` the decoder runs up to its logits, otherwise to its features.
+    """
+    seen: list[Seen] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen.append(look(module, args[0] if args else kwargs["query"], output))
+
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+    tokens = _tokens(decoder, sequence)
     try:
-        yield
+        result = decoder(tokens) if whole else decoder.extract_features(tokens, None)
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _layer_outputs(decoder: nn.Module, sequence: Sequence[int]) -> list[Tensor]:
-    """The output of every layer at the last token: L x (d,)"""
-    seen: list[Tensor] = []
-    layers = _layers(decoder)
-    with _hooked([layer.register_forward_hook(lambda _, __, out: seen.append(out[0][-1, 0])) for layer in layers]):
-        _run(decoder, sequence)
-    return seen
+    if len(seen) != len(modules):
+        raise UserError(f"saw {len(seen)} of the {len(modules)} layers of the decoder in a pass")
+    return seen, result

@@ -1,15 +1,18 @@
 """The same numbers on a simulated GPU as on the CPU, and nothing on the way mixes devices."""
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
 import fairseq_icl as fi
-from fairseq_icl.theory.on_decoder import fine_tuned_updates
+from fairseq_icl.theory.on_decoder import attention_change
 from tests.gpu.conftest import OnGPUs
 from tests.models.hf_reference import reference_model, save
 from tests.world import World
@@ -54,6 +57,24 @@ def test_every_method_and_precision(on_gpus: OnGPUs, world: World, precision: st
     assert_same(on_gpus(pipeline, world.model, world, precision, method), expected, tolerance)
 
 
+def table_on(device: str, saved: bytes) -> pd.DataFrame:
+    """The table of the same observations, computed on a device."""
+    prompts, *observations = pickle.loads(saved)
+    return fi.compare(prompts, *(replace(seen, device=device) for seen in observations))
+
+
+def test_metrics_are_computed_where_was_observed(on_gpus: OnGPUs, world: World) -> None:
+    model = fi.load_model(world.model, bpe=None)
+    prompts = replace(fi.build_prompts(model, str(world.spec), data=world.data, k=4, limit=6), spell=None)
+    zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
+    with fi.fine_tuned(model, prompts, lr=0.01) as tuned:
+        saved = pickle.dumps((prompts, zsl, icl, fi.observe(tuned, prompts)))
+    found, expected = on_gpus(table_on, "cuda:1", saved, devices=2), table_on("cpu", saved)
+    assert found["metric"].tolist() == expected["metric"].tolist()
+    assert {"kendall_tokens", "sim_am_delta", "sim_aou_random_matched"} <= set(found["metric"])
+    np.testing.assert_allclose(found["value"], expected["value"], atol=1e-6)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hugging_face_models(on_gpus: OnGPUs, world: World, tmp_path: Path, family: str) -> None:
     shape: dict[str, Any] = {"n_positions": 512} if family == "gpt2" else {"max_position_embeddings": 512}
@@ -64,11 +85,12 @@ def test_hugging_face_models(on_gpus: OnGPUs, world: World, tmp_path: Path, fami
     assert_same(on_gpus(pipeline, folder, world, "fp32", "gd"), expected, TOLERANCE["fp32"])
 
 
-def theory_updates(world: World) -> list[Tensor]:
+def theory_numbers(world: World) -> list[Tensor]:
     decoder = fi.load_model(world.model, bpe=None).lm.decoder
-    return [update.cpu() for update in fine_tuned_updates(decoder, [(2, 5, 6, 7), (2, 8, 9)], lr=0.1)]
+    seen = attention_change(decoder, (2,), (2, 5, 6, 7), [(8, 9), (5, 8)])
+    return [seen.share.cpu(), seen.direct.cosine.cpu()]
 
 
 def test_theory_runs_where_the_decoder_is(on_gpus: OnGPUs, world: World) -> None:
-    for found, expected in zip(on_gpus(theory_updates, world), theory_updates(world), strict=True):
+    for found, expected in zip(on_gpus(theory_numbers, world), theory_numbers(world), strict=True):
         torch.testing.assert_close(found, expected)

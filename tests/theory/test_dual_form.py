@@ -1,4 +1,4 @@
-"""A trained linear layer equals its old self plus linear attention to what it was trained on."""
+"""Training is remembering: primal and dual perceptron, and a trained layer as attention to what it was trained on."""
 
 import pytest
 import torch
@@ -6,7 +6,14 @@ from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.dual_form import DualRecorder, SgdRule, example_weights
+from fairseq_icl.theory.dual_form import (
+    DualRecorder,
+    SgdRule,
+    dot_product,
+    example_weights,
+    softmax_kernel,
+    train_perceptron,
+)
 
 EXACT = 1e-10
 RULES = [
@@ -59,7 +66,8 @@ def test_dual_form_equals_the_trained_layer(options: dict, bias: bool) -> None:
     with torch.no_grad():
         assert relative_error(recorder.dual_layer()(x), layer(x)) < EXACT
     dual = recorder.dual_layer()
-    assert relative_error(dual.initial_weight + dual.weight_update(), layer.weight.detach()) < EXACT
+    whole = dual.initial_weight + dual.values.T @ dual.keys  # with a bias, if there is one, as its last column
+    assert relative_error(whole[:, :5], layer.weight.detach()) < EXACT
     assert dual.scores(x).shape == (20, 7 * 2 * 2 * 12)  # steps, batches, calls, tokens
     assert max(step.unexplained for step in recorder.steps) < EXACT
 
@@ -68,7 +76,7 @@ def test_dual_form_equals_the_trained_layer(options: dict, bias: bool) -> None:
 def test_momentum_or_weight_decay_not_accounted_for_breaks_it(options: dict) -> None:
     layer, recorder = trained(torch.optim.SGD, options)
     x = torch.randn(20, 5).double()
-    dual = recorder.dual_layer([step.rule.plain() for step in recorder.steps])
+    dual = recorder.dual_layer([SgdRule(step.rule.lr) for step in recorder.steps])
     with torch.no_grad():
         assert relative_error(dual(x), layer(x)) > 1e-3
 
@@ -120,3 +128,33 @@ def test_errors_say_what_is_missing() -> None:
         recorder.dual_layer()
     with pytest.raises(UserError, match="does not train"):
         SgdRule.of(torch.optim.SGD(other.parameters(), lr=0.1), layer.weight)
+
+
+def problem(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    examples = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    labels = (examples @ torch.randn(6, generator=generator, dtype=torch.float64) + 0.1).sign()
+    return examples, labels, torch.randn(30, 6, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_both_perceptrons_make_the_same_mistakes_and_the_same_outputs(seed: int) -> None:
+    examples, labels, queries = problem(seed)
+    (weight, mistakes), (values, dual_mistakes) = (train_perceptron(examples, labels, k) for k in (None, dot_product))
+    assert mistakes == dual_mistakes
+    assert len(mistakes) == int(values.abs().sum()) > 0
+    assert relative_error(values @ examples, weight) < EXACT
+    assert relative_error(dot_product(examples, queries) @ values, queries @ weight) < EXACT
+
+
+def test_softmax_attention_is_another_perceptron() -> None:
+    examples, labels, queries = problem(0)
+    dual = softmax_kernel(examples, queries) @ train_perceptron(examples, labels, softmax_kernel)[0]
+    assert relative_error(dual, queries @ train_perceptron(examples, labels)[0]) > 0.1
+
+
+def test_a_perceptron_that_forgets_is_not_in_the_dual() -> None:
+    examples, labels, queries = problem(0)
+    forgetting = queries @ train_perceptron(examples, labels, keep=0.9)[0]
+    dual = dot_product(examples, queries) @ train_perceptron(examples, labels, dot_product)[0]
+    assert relative_error(dual, forgetting) > 0.05

@@ -1,18 +1,13 @@
 """Demonstrations as a weight update: exact without softmax, measured with it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.linear_attention import (
     Heads,
     explain,
-    explain_heads,
-    explain_layer,
-    heads_of,
     relaxed_attention,
     softmax_attention,
     softmax_change,
@@ -23,18 +18,11 @@ HEADS, WIDTH = 3, 5
 
 
 @pytest.fixture
-def module() -> SimpleNamespace:
-    torch.manual_seed(1)
-    size = HEADS * WIDTH
-    linear = {name: nn.Linear(size, size).double() for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    return SimpleNamespace(num_heads=HEADS, **linear)
-
-
-@pytest.fixture
-def tokens(module: SimpleNamespace) -> tuple[Tensor, Heads, Heads]:
-    with torch.no_grad():
-        own = heads_of(module, torch.randn(7, HEADS * WIDTH).double())
-        demonstrations = heads_of(module, torch.randn(40, HEADS * WIDTH).double())
+def tokens() -> tuple[Tensor, Heads, Heads]:
+    generator = torch.Generator().manual_seed(1)
+    own, demonstrations = (
+        Heads(*torch.randn(3, HEADS, count, WIDTH, generator=generator, dtype=torch.float64)) for count in (7, 40)
+    )
     return own.query, own, demonstrations
 
 
@@ -66,7 +54,8 @@ def test_softmax_change_is_share_times_difference(tokens: tuple[Tensor, Heads, H
 
 
 def test_linear_part_explains_softmax_only_in_part(tokens: tuple[Tensor, Heads, Heads]) -> None:
-    seen = explain_heads(*tokens)
+    query, _, shown = tokens
+    seen = explain(softmax_change(*tokens).change, relaxed_attention(query, shown.key, shown.value))
     assert seen.cosine.shape == (HEADS,)
     assert (seen.relative_error > 1).all()  # unnormalised: far too large
     assert (seen.scaled_error > 0.1).all()
@@ -102,11 +91,3 @@ def test_small_scores_make_softmax_linear_up_to_a_constant() -> None:
     seen = explain(softmax_attention(query, key, value, 1.0), relaxed_attention(query, key, value))
     assert float(seen.scaled_error) < 1e-3
     assert float(seen.scale) == pytest.approx(1 / 200, rel=1e-3)
-
-
-def test_layer_is_measured_after_the_output_projection(
-    module: SimpleNamespace, tokens: tuple[Tensor, Heads, Heads]
-) -> None:
-    seen = explain_layer(*tokens, module.out_proj.weight.detach())
-    assert seen.cosine.shape == ()
-    assert 0 <= float(seen.r2) <= 1

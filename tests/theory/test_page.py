@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 
 from examples.layer_causal_drawing import draw_layer_causal
-from fairseq_icl.theory.page import format_number, render_html, render_markdown, run_statements
-from fairseq_icl.theory.statements import EXACT, EXACT_STATEMENTS, Record
+from fairseq_icl.commands.theory import render_html, render_markdown
+from fairseq_icl.theory.statements import EXACT, EXACT_STATEMENTS, Record, run_exact
+from fairseq_icl.theory.trained import run_trained
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    return run_statements(training=False)
+    return run_exact()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_exact_statements_hold_and_break(seed: int) -> None:
-    found = run_statements(seed, training=False)
+    found = run_exact(seed)
     assert len(found) == len(EXACT_STATEMENTS)
     for record in found:
         assert record.value < EXACT, record
@@ -25,8 +26,8 @@ def test_exact_statements_hold_and_break(seed: int) -> None:
         assert record.holds
 
 
-def test_trained_statements_are_records_too(records: list[Record]) -> None:
-    one, two = run_statements()[len(records) :]
+def test_trained_statements_are_records_too() -> None:
+    one, two = run_trained()
     assert one.value < 0.05 < one.broken
     assert two.value < 0.2 * two.broken
     assert one.holds
@@ -36,7 +37,7 @@ def test_trained_statements_are_records_too(records: list[Record]) -> None:
 def test_markdown_has_one_row_per_statement(records: list[Record]) -> None:
     lines = render_markdown(records).splitlines()
     rows = [line for line in lines if line.startswith("| ")]
-    assert len(rows) == 1 + len(records)
+    assert len(rows) == 2 + len(records)  # with the header and the line below it
     assert {row.replace("\\|", "").count("|") for row in rows} == {9}
 
 
@@ -64,17 +65,14 @@ def test_a_failed_statement_is_shown_as_failed(records: list[Record]) -> None:
     assert not replace(records[0], broken=1e-12).holds  # a premise that does not matter is a failure too
 
 
-def test_numbers() -> None:
-    assert [format_number(x) for x in (2.345e-16, 0.04321, 12.5, 54321.0)] == [
-        "2.3e-16",
-        "0.0432",
-        "12.5000",
-        "5.4e+04",
-    ]
+def test_numbers(records: list[Record]) -> None:
+    shown = [render_markdown([replace(records[0], value=x)]) for x in (2.345e-16, 0.04321, 12.5, 54321.0)]
+    for text, number in zip(shown, ("2.3e-16", "0.0432", "12.5000", "5.4e+04"), strict=True):
+        assert f"| {number} |" in text
 
 
 def test_a_question_cannot_fail_and_what_is_known_by_layer_is_drawn(records: list[Record]) -> None:
-    asked = replace(records[0], value=2.0, broken=1.0, exact=False, is_claim=False)
+    asked = replace(records[0], value=2.0, broken=1.0, kind="question")
     assert asked.holds
     assert "| question | - |" in render_markdown([asked], "model x_y")
     assert "model x\\_y" in render_markdown([asked], "model x_y")

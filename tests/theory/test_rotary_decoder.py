@@ -5,9 +5,8 @@ import torch
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.models.attention import Rule, relaxed, rule_of, set_rule
-from fairseq_icl.theory.decoder_statements import run_on_decoder
 from fairseq_icl.theory.linear_attention import softmax_attention
-from fairseq_icl.theory.on_decoder import _heads, implicit_updates, relaxed_model
+from fairseq_icl.theory.on_decoder import _heads, implicit_updates, relaxed_model, run_on_decoder
 from tests.models.tiny_transformers import tiny_decoder
 from tests.observing.tiny import tiny_model
 

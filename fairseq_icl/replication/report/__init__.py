@@ -11,9 +11,10 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
 from fairseq_icl.replication.report.claims import Verdict, summary, verdicts
+from fairseq_icl.replication.report.displacement import displacement_tables
 from fairseq_icl.replication.report.experiments import order_tables, stability_tables, trajectory_tables
-from fairseq_icl.replication.report.rates import rate_tables, write_model_files
-from fairseq_icl.replication.report.run import Run, needs, with_data
+from fairseq_icl.replication.report.rates import SEARCHED, rate_tables, write_model_files
+from fairseq_icl.replication.report.run import Run, with_data
 from fairseq_icl.replication.report.steps import steps_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, data_tables, overview, paper_tables
 
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
 
 DOTS_PER_INCH = 130
-SEARCHED = "queries=train"
 COMPARISONS = (
     steps_tables,
     comparison_tables,
     stability_tables,
     order_tables,
     trajectory_tables,
-    needs(settings=[SEARCHED])(rate_tables),
+    rate_tables,
+    displacement_tables,
     data_tables,
 )
 """What makes tables besides the papers' own: functions run -> tables, with what they need."""

@@ -1,4 +1,4 @@
-"""Momentum attention: the scan against the loop of the formula, its gradient, and decoding token by token."""
+"""Momentum attention: the scan against the loop of the formula, its gradient, and going on behind earlier tokens."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.momentum_attention import decay_matrix, decayed_sum, momentum_attention
+from fairseq_icl.models.attention import Rule, decayed_sum
 
 EXACT = 1e-10
 
@@ -29,11 +29,10 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 37])
 @pytest.mark.parametrize("eta", [0.0, 0.3, 0.99])
-def test_scan_equals_loop_and_matrix(length: int, eta: float) -> None:
+def test_scan_equals_loop(length: int, eta: float) -> None:
     values = draw(2, 3, length, 4)
     sums, state = decayed_sum(values, eta)
     assert relative_error(sums, naive(values, eta)) < EXACT
-    assert relative_error(decay_matrix(length, eta) @ values, naive(values, eta)) < EXACT
     assert relative_error(state, eta * (sums + values)[..., -1:, :]) < EXACT
 
 
@@ -46,29 +45,27 @@ def test_gradients_of_values_and_of_eta_per_head() -> None:
 
 
 @pytest.mark.parametrize("pieces", [[1] * 11, [4, 7], [6, 1, 4]])
-def test_decoding_in_pieces_gives_the_same(pieces: list[int]) -> None:
-    query, key, value = (draw(2, 3, 11, 4, seed=seed) for seed in range(3))
-    whole, (_, _, end) = momentum_attention(query, key, value, 0.7)
-    past, outputs, start = None, [], 0
-    for size in pieces:
-        part = slice(start, start + size)
-        output, past = momentum_attention(query[:, :, part], key[:, :, part], value[:, :, part], 0.7, past)
-        outputs.append(output)
-        start += size
-    assert past is not None
-    assert relative_error(torch.cat(outputs, dim=2), whole) < EXACT
-    assert relative_error(past[2], end) < EXACT
+def test_going_on_in_pieces_gives_the_same(pieces: list[int]) -> None:
+    values = draw(2, 3, 11, 4)
+    whole, end = decayed_sum(values, 0.7)
+    state, sums = None, []
+    for part in values.split(pieces, dim=2):
+        sum_, state = decayed_sum(part, 0.7, state)
+        sums.append(sum_)
+    assert state is not None
+    assert relative_error(torch.cat(sums, dim=2), whole) < EXACT
+    assert relative_error(state, end) < EXACT
 
 
-def test_is_causal_attention_plus_the_sum() -> None:
+def test_momentum_attention_is_causal_attention_plus_the_sum() -> None:
     query, key, value = (draw(1, 2, 9, 4, seed=seed) for seed in range(3))
-    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    assert relative_error(momentum_attention(query, key, value, 0.0)[0], plain) < EXACT
-    assert relative_error(momentum_attention(query, key, value, 0.6)[0], plain + naive(value, 0.6)) < EXACT
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
+    assert relative_error(Rule(momentum=0.0).attend(query, key, value), plain) < EXACT
+    with_sum = Rule(momentum=0.6).attend(query, key, value)
+    assert relative_error(with_sum, plain + naive(value, 0.6)) < EXACT
     later = value.clone()
     later[:, :, -1] += 1
-    with_later = momentum_attention(query, key, later, 0.6)[0]
-    assert torch.equal(with_later[:, :, :-1], momentum_attention(query, key, value, 0.6)[0][:, :, :-1])
+    assert torch.equal(Rule(momentum=0.6).attend(query, key, later)[:, :, :-1], with_sum[:, :, :-1])
 
 
 def test_forgotten_state_breaks_decoding() -> None:
