@@ -219,8 +219,10 @@ def _shared(icl: Observation, ft: Observation) -> Tensor:
 @metric_of_each("accuracy_by_depth", unit="percent", reads=("depth_scores",))
 def accuracy_by_depth(observation: Observation) -> Tensor:
     """1 where argmax_c s[l, c] is the gold label, else 0. (n, L)"""
-    best = torch.from_numpy(_scores(observation).numpy().argmax(axis=-1))  # numpy promises the first one on ties
-    return (best == observation.gold[:, None]).double()
+    scores = _scores(observation)
+    is_best = scores == scores.amax(-1, keepdim=True)
+    is_first = is_best & (is_best.cumsum(-1) == 1)  # (n, L, C): of several best ones the first, on every device
+    return is_first.gather(2, observation.gold[:, None, None].expand(-1, scores.size(1), 1))[..., 0].double()
 
 
 @metric_of_each("logprob_by_depth", unit="nats", reads=("depth_scores",))

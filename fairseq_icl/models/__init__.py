@@ -18,9 +18,6 @@ from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
 
-SPREAD = "auto"
-"""The device that stands for all GPUs of a machine together."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -92,19 +89,30 @@ def load_model(
 ) -> Model:
     """The model in a checkpoint or a Hugging Face folder.
 
-    **Arguments**
-    - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
-      safetensors), "demo" for the shipped one, or "hub:OWNER/NAME", which is fetched.
-    - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
-      weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
-    - `attention`: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
-    - `precision`: "fp32", "fp16" (as the authors) or "bf16": of the weights, of fine-tuning and of what is observed.
-    - `name`: what tables call the model; by default the name of its folder.
-    - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
-      text at white space. A Hugging Face folder brings its own.
-    - `tokenizer`: folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
-    - `device`: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. "auto" spreads a Hugging
-      Face folder over all GPUs (accelerate).
+    Args:
+        path: A fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
+            safetensors), "demo" for the shipped one, or "hub:OWNER/NAME", which is fetched.
+        init: What is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines.
+        seed: Of the weights that a baseline draws at random.
+        final_norm: What becomes of the final layer norm in two of the baselines: "lost" (as in the authors' runs) or
+            "kept".
+        attention: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
+        precision: "fp32", "fp16" (as the authors) or "bf16": of the weights, of fine-tuning and of what is observed.
+        name: What tables call the model; by default the name of its folder.
+        bpe: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
+            text at white space. A Hugging Face folder brings its own.
+        tokenizer: Folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
+        device: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. A model runs on
+            one device: it is not spread over several.
+
+    Returns:
+        The model, ready to be observed; it has learnt nothing yet.
+
+    Example:
+        ```python
+        model = fi.load_model("MODEL_DIR/model.pt")
+        baseline = fi.load_model("MODEL_DIR", init="untrained", seed=2)
+        ```
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
     settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)
@@ -113,13 +121,9 @@ def load_model(
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
+    where = choose_device(device or settings.device)
     with within_memory("loading the model"):
-        if device == SPREAD:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings, device_map=SPREAD)
-        else:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(
-                choose_device(device or settings.device)
-            )
+        lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(where)
     return Model(lm.eval(), files, *facts_of(settings))
 
 

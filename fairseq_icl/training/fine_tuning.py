@@ -63,19 +63,28 @@ def fine_tuned(
 
     Or, by a method that trains nothing (`shallow_gd`, `task_vector`, ...), with its states edited.
 
-    **Arguments**
-    - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl", "shallow_gd",
-      "task_vector", "function_vector", or one that another package brings.
-    - `settings`: of training: `lr` (needed, unless the method has its own), `clip_norm`, `layer_clip`,
-      `layer_clip_value`, `layer_step`, `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`,
-      `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
-    - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
-    - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need.
-    - `after_demonstration`: called with (count, tuned, base) after every update that ends a demonstration: how many
-      were learnt from, the model as it is then (its weights change later), and the base model.
+    Args:
+        model: The base model, of `load_model`.
+        prompts: Of `build_prompts`; `prompts.finetuning` are the sequences, in order.
+        method: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl", "shallow_gd",
+            "task_vector", "function_vector", or one that another package brings.
+        limits: Gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
+        record_queries: Keep the query vectors of the demonstrations, which recall and Kendall need.
+        after_demonstration: Called with (count, tuned, base) after every update that ends a demonstration: how many
+            were learnt from, the model as it is then (its weights change later), and the base model.
+        settings: Of training: `lr` (needed, unless the method has its own), `clip_norm`, `layer_clip`,
+            `layer_clip_value`, `layer_step`, `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`,
+            `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
 
-    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see results/gradient_record.py) are
-    what was recorded meanwhile.
+    Yields:
+        The fine-tuned model: `training_queries` and `gradients` (a table: step, layer, parameter, norm) are what was
+            recorded meanwhile.
+
+    Example:
+        ```python
+        with fi.fine_tuned(model, prompts, method="lcgd", lr=1.0) as tuned:
+            ft = fi.observe(tuned, prompts)
+        ```
     """
     for name in settings:
         if name not in OF_TRAINING:

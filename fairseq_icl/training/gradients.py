@@ -27,9 +27,8 @@ from fairseq_icl.results.gradient_record import (
     trained_parameters,
 )
 from fairseq_icl.settings import Settings
+from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
 from fairseq_icl.training.softmax_gradient import LORA
-from fairseq_icl.training.step_sizes import StepSizes, equal_step_size, is_plain_sgd, norms_of
-from fairseq_icl.training.whole_layers import WholeLayers
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
@@ -90,7 +89,8 @@ class GradientControl:
         self.trained = trained_parameters(decoder)
         self.clip = clip
         self.limits: Limits = [] if limits is None else limits
-        self.recorder = recorder if _is_first_process() else None
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.recorder = recorder if is_first else None
         self.compares_rows = recorder is not None or not isinstance(self.limits, list)
         self.steps = StepSizes(decoder, step_size) if self.recorder is not None or step_size is not None else None
         self._norms_so_far = [0.0] * len(self.trained)
@@ -113,7 +113,8 @@ class GradientControl:
                 return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
             raise UserError(self._not_finite(norms, sample_info[0]))
         layer_norms = self._by_layer(norms)
-        rows, loss_sum, sample_size = _gathered(sample_info) if self.compares_rows else sample_info
+        is_one_of_many = self.compares_rows and torch.distributed.is_initialized()
+        rows, loss_sum, sample_size = _gathered(sample_info) if is_one_of_many else sample_info
         demonstration = ",".join(map(str, rows))
         self._norms_so_far = [one + other for one, other in zip(self._norms_so_far, norms, strict=True)]
         if last:
@@ -270,14 +271,8 @@ def _limit(gradient: Tensor, clip: str, limit: float, layer_norm: float, factor:
         gradient.mul_(limit / layer_norm)
 
 
-def _is_first_process() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
 def _gathered(sample_info: SampleInfo) -> SampleInfo:
     """The update's parts of all processes: rows in the order of processes, sums of the rest."""
-    if not torch.distributed.is_initialized():
-        return sample_info
     parts: list[SampleInfo] = [([], 0.0, 0)] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, sample_info)
     rows, losses, sizes = zip(*parts, strict=True)

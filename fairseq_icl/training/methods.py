@@ -142,7 +142,19 @@ _entry_points_read = False
 
 
 def register_method(method: Method) -> Method:
-    """Make `method` known by its name; a second, different method of the same name is refused."""
+    """Make a method known by its name; a second, different method of the same name is refused.
+
+    Args:
+        method: Its name and flags.
+
+    Returns:
+        The method itself.
+
+    Example:
+        ```python
+        register_method(Method("adam", "fine-tuning by Adam", ("--optimizer", "adam"), lr=1e-3))
+        ```
+    """
     known = _methods.setdefault(method.name, method)
     if known != method:
         raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")

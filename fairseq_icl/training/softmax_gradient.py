@@ -48,10 +48,6 @@ def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
                 f"softmax_gradient=stopped: leaves nothing to learn of train_parameters={settings.train_parameters}; "
                 "add self_attn.v_proj"
             )
-    return _in_words(model)
-
-
-def _in_words(model: PretrainedLM) -> str:
     names = model.trained_names
     layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))})
     number = sum(model.get_parameter(name).numel() for name in names)
