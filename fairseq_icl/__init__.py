@@ -5,10 +5,10 @@
     model = fi.load_model("demo")
     prompts = fi.build_prompts(model, "demo_sentiment", k=32, seed=1, limit=60)
     zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
-    with fi.fine_tuned(model, prompts, method="lcgd", lr=0.3) as tuned:
+    with fi.fine_tuned(model, prompts, method="lcgd", lr=1.0) as tuned:
         ft = fi.observe(tuned, prompts)
     table = fi.compare(prompts, zsl, icl, ft)
-    fi.plot_layers(table, "sim_aou")
+    fi.plot_layers(table, "sim_aou", "sim_aou.png")
 
 Importing the package imports nothing else, changes nothing and takes no time: the names below are loaded when they are
 first used. As a plugin (`fairseq-train --user-dir fairseq_icl`) fairseq imports `tasks/` and `models/` by itself.

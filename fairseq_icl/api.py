@@ -55,15 +55,24 @@ def build_prompts(
 ) -> Prompts:
     """Demonstrations and queries of a dataset in the model's tokens.
 
-    **Arguments**
-    - `dataset`: a name of the catalogue (`fairseq-icl datasets`), or the path of a YAML file of your own.
-    - `data`: folder with the datasets' files; by default the shipped one, which has the demo datasets.
-    - `k`, `seed`: number of demonstrations and seed of their draw.
-    - `reading`: "authors" (what was run) or "paper" (what the text says), for every setting in which they differ.
-    - `settings`: any other setting by name, e.g. `limit=60`, `permutation=1`, `position="query"`,
-      `switch_labels="demonstrations"`; `fairseq_icl.settings` lists them.
+    Args:
+        model: Of `load_model`: its tokenizer writes them, its length decides how many demonstrations fit.
+        dataset: A name of the catalogue (`fairseq-icl datasets`), or the path of a YAML file of your own.
+        data: Folder with the datasets' files; by default the shipped one, which has the demo datasets.
+        k: Number of demonstrations.
+        seed: Of their draw.
+        reading: "authors" (what was run) or "paper" (what the text says), for every setting in which they differ.
+        settings: Any other setting by name, e.g. `limit=60`, `permutation=1`, `position="query"`,
+            `switch_labels="demonstrations"`: those of the page "Settings" that affect prompts or observing.
 
-    **Returns** `Prompts`: queries, ICL context and fine-tuning sequences.
+    Returns:
+        Queries, ICL context and fine-tuning sequences; `prompts.text(0)` shows them.
+
+    Example:
+        ```python
+        prompts = fi.build_prompts(model, "sst2", data="DATA", k=32, seed=1, limit=60)
+        print(prompts.text(0))
+        ```
     """
     if not isinstance(data, str | Path | None):
         raise UserError(f"data={data!r}: not a path; give the folder with the dataset's files")
@@ -82,13 +91,19 @@ def build_prompts(
 
 
 def plot_layers(table: pd.DataFrame, metric: str, path: str | Path | None = None) -> Figure:
-    """A metric by layer with its 95 % interval over examples: one line per method and init of the table.
+    """A metric by layer with its 95 % interval over examples: one line per dataset, method, init and seed of the table.
 
-    **Arguments**
-    - `table`: of `compare`, or several of them joined by `pandas.concat`.
-    - `metric`: a name with one value per layer, e.g. "sim_aou".
-    - `path`: also save the figure there.
+    Args:
+        table: Of `compare`, or several of them joined by `pandas.concat`.
+        metric: A name with one value per layer, e.g. "sim_aou".
+        path: Also save the figure there (.png, .svg, .pdf), which is how a script shows it.
 
-    **Returns** a matplotlib figure, which a notebook shows by itself.
+    Returns:
+        A matplotlib figure, which a notebook shows by itself.
+
+    Example:
+        ```python
+        fi.plot_layers(pd.concat([table_of_gd, table_of_lcgd]), "sim_aou", "sim_aou.png")
+        ```
     """
     return layers_figure(table, metric, path)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from fairseq_icl.errors import UserError
+from fairseq_icl.errors import UserError, out_of_memory
 
-REMEDY = "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16, or fewer workers for each GPU"
+SMALLER = "name one (cuda:1), and take precision=fp16 or bf16 if the model is too large for it"
 
 
 def choose_device(name: str | torch.device | None = None) -> torch.device:
@@ -18,6 +18,8 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
     From the first GPU on, torch computes products in fp32 as they are asked for: without TF32, which keeps ten bits of
     their factors, and sums up products in half precision in fp32.
     """
+    if name == "auto":
+        raise UserError(f"device=auto: a model runs on one device and is not spread over several; {SMALLER}")
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -51,8 +53,7 @@ def within_memory(doing: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        raise UserError(f"{doing}: {reason}; {REMEDY}") from error
+        raise UserError(f"{doing}: {out_of_memory(error)}") from error
 
 
 @contextmanager

@@ -9,6 +9,9 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_CODE = 2
+MEMORY_REMEDY = (
+    "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16, or fewer workers for each GPU"
+)
 
 
 class UserError(Exception):
@@ -32,6 +35,8 @@ def naming(place: str) -> Iterator[None]:
 def find_user_error(error: BaseException | None) -> str | None:
     """The message of the UserError behind `error`: itself, a cause, or one raised in a child process; else None.
 
+    A GPU whose memory is full is the user's to mend as well, wherever it happens.
+
     fairseq wraps exceptions (`raise Exception("Cannot load ...")`) and torch.multiprocessing passes a child's
     exception on as text, so the chain and, last, the text are searched.
     """
@@ -39,11 +44,18 @@ def find_user_error(error: BaseException | None) -> str | None:
     while seen is not None:
         if isinstance(seen, UserError):
             return str(seen)
+        if type(seen).__name__ == "OutOfMemoryError":  # torch's
+            return out_of_memory(seen)
         seen = seen.__cause__ or seen.__context__
     if type(error).__name__ == "ProcessRaisedException":
         in_child = re.search(r"^fairseq_icl\.errors\.UserError: (.*)$", str(error), re.MULTILINE)
         return in_child and in_child.group(1)
     return None
+
+
+def out_of_memory(error: BaseException) -> str:
+    """One line for torch's error of several sentences."""
+    return f"{str(error).split('. ')[0]}; {MEMORY_REMEDY}"
 
 
 def exit_with(message: str, code: int = EXIT_CODE) -> NoReturn:

@@ -9,9 +9,9 @@ authors ran, `paper` what the text says, and `reading` ("authors" or "paper") ch
 """
 
 import difflib
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, get_args
@@ -28,11 +28,10 @@ OBSERVED = {
     "ft": (QUERIES, WEIGHTS, RECORDING, FINETUNING, TRAINING),
 }
 """What the observation of each condition (ZSL, ICL, FT) depends on."""
+LARGEST = sys.float_info.max
 READINGS = ("authors", "paper")
 FLAG_OF_TASK, FLAG_OF_FAIRSEQ = "task", "fairseq"
 """Where a flag stands: on our task, or on fairseq itself; otherwise it is the name of a criterion."""
-
-When = Callable[["Settings"], bool]
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,8 @@ class Setting:
     """Regular expression of the texts allowed; "": any that can be printed."""
     flag_of: tuple[str, ...]
     """The task, fairseq, or the criterions that have a flag of this name."""
-    only_if: Mapping[str, When]
-    """Stage -> when the setting affects it; a stage that is not here is affected always."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether code and paper (may) differ here."""
-        return self.paper is not None
+    only_if: Mapping[str, tuple[str, tuple[str, ...]]]
+    """Stage -> another setting and those of its values with which this one affects the stage; not here: always."""
 
     def check(self, value: Any) -> Any:
         """`value` as the setting's type; a UserError that names setting, value and what is allowed otherwise."""
@@ -67,50 +61,36 @@ class Setting:
             return None
         if self.kind is str and not self.choices and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)  # a limit or a layer, typed as the number it is
-        problem = self._problem(value)
-        if problem is not None:
+        if problem := self._problem(value):
             raise UserError(f"{self.name}={shown(value)}: {problem}")
         return self.kind(value)  # numpy's numbers become Python's, whose text is the same everywhere
 
-    def _problem(self, value: Any) -> str | None:
-        """What is wrong with `value`, or None."""
+    def _problem(self, value: Any) -> str:
+        """What is wrong with `value`; "" if nothing is."""
         if self.choices:
             known = isinstance(value, str) and value in self.choices
-            return None if known else f"choose from {', '.join(self.choices)}"
+            return "" if known else f"choose from {', '.join(self.choices)}"
         if self.kind is str:
             if not isinstance(value, str) or not value.strip() or not value.isprintable():
                 return "must be a text that is not empty, in one line"
             if "${" in value or value == "???":
                 return "must be a plain text, without ${...}"
-            return None if re.fullmatch(self.pattern or ".*", value) else f"must be {self.help.rpartition(': ')[2]}"
+            return "" if re.fullmatch(self.pattern or ".*", value) else f"must be {self.help.rpartition(': ')[2]}"
         number = isinstance(value, Integral) or (self.kind is float and isinstance(value, Real))
-        if isinstance(value, bool) or not number or not _is_finite(value):
+        if isinstance(value, bool) or not number or not abs(value) <= LARGEST:  # not a number: neither
             return "must be a number" if self.kind is float else "must be a whole number"
         if self.low is not None and value < self.low:
             return f"must be at least {self.low:g}"
-        if self.high is not None and value > self.high:
-            return f"must be at most {self.high:g}"
-        return None
+        return f"must be at most {self.high:g}" if self.high is not None and value > self.high else ""
 
     def is_flag_of(self, *components: str) -> bool:
         """Whether one of the components has a flag of this name."""
         return any(component in self.flag_of for component in components)
 
-    def affects_any(self, stages: Iterable[str], settings: "Settings") -> bool:
-        """Whether, with these `settings`, the value makes a difference to one of the stages."""
-        return any(stage in self.affects and self.only_if.get(stage, lambda _: True)(settings) for stage in stages)
-
 
 def setting(default: Any, text: str, affects: Iterable[str], **facts: Any) -> Any:
     """A field of `Settings`: default, help text, what it affects, and `choices`, `paper`, `low`, `high`, ..."""
     return field(default=default, metadata={"help": text, "affects": tuple(affects), **facts})
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
 
 
 def shown(value: Any) -> str:
@@ -122,32 +102,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _asks_about_train_rows(settings: "Settings") -> bool:
-    return settings.queries == "train"
-
-
-def _random_weights(settings: "Settings") -> bool:
-    return settings.init != "pretrained"
-
-
-def _shows_switched(settings: "Settings") -> bool:
-    return settings.switch_labels in ("demonstrations", "both")
-
-
-def _trains_switched(settings: "Settings") -> bool:
-    return settings.switch_labels in ("finetuning", "both")
-
-
-SWITCH = {"only_if": {CONTEXT: _shows_switched, FINETUNING: _trains_switched}}
+FROM_TRAIN_ROWS = {QUERIES: ("queries", ("train",))}
+SWITCH = {
+    "only_if": {
+        CONTEXT: ("switch_labels", ("demonstrations", "both")),
+        FINETUNING: ("switch_labels", ("finetuning", "both")),
+    }
+}
+INITS = ("pretrained", "untrained", "trained-embeddings", "layer-norms")
 
 
 @dataclass(frozen=True)
 class Settings:
     """All settings of one run, checked and complete. The defaults are what the authors ran, if that is one value."""
 
-    num_demonstrations: int = setting(
-        32, "number of demonstrations k", PROMPTS, low=0, only_if={QUERIES: _asks_about_train_rows}
-    )
+    num_demonstrations: int = setting(32, "number of demonstrations k", PROMPTS, low=0, only_if=FROM_TRAIN_ROWS)
     seed: int = setting(
         1,
         "seed of the draw of demonstrations, of their permutations and of random weights",
@@ -155,7 +124,7 @@ class Settings:
         low=0,
         high=2**32 - 1,
         flag_of=FLAG_OF_FAIRSEQ,
-        only_if={WEIGHTS: _random_weights, QUERIES: _asks_about_train_rows},
+        only_if=FROM_TRAIN_ROWS | {WEIGHTS: ("init", INITS[1:])},
     )
     permutation: int = setting(
         0,
@@ -177,7 +146,7 @@ class Settings:
         "from 0, of which the first k are taken in the file's order",
         PROMPTS,
         pattern=r".*[^\d\s.+-].*",  # a bare number is a slip: the k, or a row
-        only_if={QUERIES: _asks_about_train_rows},
+        only_if=FROM_TRAIN_ROWS,
     )
     limit: int | None = setting(
         None, "score only the first N validation examples (after shuffle and cap)", (QUERIES,), low=1
@@ -210,7 +179,7 @@ class Settings:
         "layers' layer norms kept: the second paper's 'trained embeddings'); layer-norms (only the layers' layer norms "
         "kept: its 'no training')",
         (WEIGHTS,),
-        choices=("pretrained", "untrained", "trained-embeddings", "layer-norms"),
+        choices=INITS,
     )
     perturbation: int = setting(
         0,
@@ -279,16 +248,78 @@ class Settings:
     )
     train_parameters: str = setting(
         "self_attn.k_proj,self_attn.v_proj",
-        "comma-separated parts of the names of the parameters that learn",
+        "comma-separated parts of the names of the parameters that learn; lora: the key and value projections in a "
+        "random subspace of rank lora_rank, without biases",
         (TRAINING,),
     )
     layers: str | None = setting(
         None,
-        "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut. Counted "
-        "from 0: one (3), a range (0-11) or from one up (2-)",
+        "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut; "
+        "shallow_gd: layers that have a function; vectors: the one they are put at (default: chosen on train rows). "
+        "Counted from 0: one (3), a range (0-11) or from one up (2-)",
         (TRAINING,),
         pattern=r"\s*\d+\s*(-\s*\d*)?\s*",
         flag_of=("layer_causal_ce", "short_circuit_ce"),
+    )
+    shallow: str = setting(
+        "linear",
+        "what shallow_gd learns in every layer: a matrix, a function of a kernel (see kernel), or ridge regression on "
+        "label embeddings (1 / lr is then the weight of its penalty)",
+        (TRAINING,),
+        choices=("linear", "kernel", "ridge"),
+        flag_of=(),
+    )
+    kernel: str = setting(
+        "softmax",
+        "shallow=kernel: softmax of the products with the demonstrations, radial (rbf, as wide as the demonstrations "
+        "are apart), or the product itself (linear)",
+        (TRAINING,),
+        choices=("softmax", "rbf", "linear"),
+        flag_of=(),
+    )
+    shallow_steps: int = setting(
+        1, "steps of shallow_gd: how often all demonstrations are learnt from", (TRAINING,), low=0, flag_of=()
+    )
+    shallow_batch: str = setting(
+        "full",
+        "a step of shallow_gd learns from all demonstrations together, or from one after the other",
+        (TRAINING,),
+        choices=("full", "one"),
+        flag_of=(),
+    )
+    shallow_step: str = setting(
+        "plain",
+        "steps of shallow_gd: plain, preconditioned (Ahn et al. 2023), or gd++ (von Oswald et al. 2023: inputs are "
+        "transformed after every step)",
+        (TRAINING,),
+        choices=("plain", "preconditioned", "gd++"),
+        flag_of=(),
+    )
+    vector_heads: int = setting(
+        10, "function_vector: how many heads, those of the largest indirect effect", (TRAINING,), low=1, flag_of=()
+    )
+    selection_rows: int = setting(
+        16,
+        "task_vector and function_vector: rows of the train split, none of them demonstrations, on which heads and "
+        "layer are chosen",
+        (TRAINING,),
+        low=1,
+        flag_of=(),
+    )
+    align_epochs: int = setting(
+        20,
+        "align_then_train: how often the demonstrations are gone through to reproduce ICL's attention outputs, before "
+        "fine-tuning begins",
+        (TRAINING,),
+        low=0,
+        flag_of=(),
+    )
+    lora_rank: int = setting(
+        8,
+        "train_parameters=lora: rank of what is added to the key and value projections",
+        (TRAINING,),
+        low=1,
+        flag_of=FLAG_OF_TASK,
     )
     switch_labels: str = setting(
         "none",
@@ -357,7 +388,7 @@ class Settings:
         (WEIGHTS,),
         choices=("lost", "kept"),
         paper="kept",
-        only_if={WEIGHTS: lambda settings: settings.init in ("trained-embeddings", "layer-norms")},
+        only_if={WEIGHTS: ("init", INITS[2:])},
     )
     permutation_zero: str = setting(
         "identity",
@@ -411,16 +442,19 @@ class Settings:
         unknown = [name for name in given if name not in SETTINGS]
         if unknown:
             raise UserError(f"{shown(unknown[0])}: unknown setting; {nearest(unknown[0], SETTINGS)}")
-        values = paper_values() if reading == "paper" else {}
+        values = {name: known.paper for name, known in READING.items()} if reading == "paper" else {}
         return cls(**values | {name: value for name, value in given.items() if value is not None})
 
-    def relevant_to(self, stages: Iterable[str]) -> "Settings":
+    def relevant_to(self, stages: Sequence[str]) -> "Settings":
         """These settings with all that makes no difference to the stages put to its default.
 
         Two runs with the same result share whatever these stages make.
         """
-        stages = tuple(stages)
-        idle = {n: known.default for n, known in SETTINGS.items() if not known.affects_any(stages, self)}
+        idle = {}
+        for name, known in SETTINGS.items():
+            others = [known.only_if.get(stage) for stage in stages if stage in known.affects]
+            if not any(other is None or getattr(self, other[0]) in other[1] for other in others):
+                idle[name] = known.default
         return replace(self, **idle)
 
 
@@ -441,13 +475,8 @@ SETTINGS: dict[str, Setting] = _declared()
 """All settings by name."""
 OF_TRAINING: dict[str, Setting] = {name: known for name, known in SETTINGS.items() if known.affects == (TRAINING,)}
 """Those that make a difference to fine-tuned models and to nothing else."""
-READING: dict[str, Setting] = {name: known for name, known in SETTINGS.items() if known.is_reading}
+READING: dict[str, Setting] = {name: known for name, known in SETTINGS.items() if known.paper is not None}
 """Those in which the authors' code and the papers' text (may) differ."""
-
-
-def paper_values() -> dict[str, Any]:
-    """What the papers' text says, for the settings that are part of a reading."""
-    return {name: known.paper for name, known in READING.items()}
 
 
 def check_reading(reading: Any) -> str:

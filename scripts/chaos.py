@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import dask
@@ -62,19 +63,20 @@ class Chaos:
         self.logs.mkdir()
         self.command: int | None = None
         self.stopped: dict[int, float] = {}
+        self.pipes: dict[int, int | None] = {}
         self.problems: list[str] = []
 
     def start(self, limit: int | None = None) -> int:
         """A new command; `limit` is the size of the largest file it can write."""
         log = self.logs / f"{sum(1 for _ in self.logs.iterdir())}.log"
+        # The limit holds for a log as well, but not for a pipe, which is large enough for what a command says.
+        reading, writing = (None, os.open(log, os.O_WRONLY | os.O_CREAT)) if limit is None else os.pipe()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                # The limit holds for the log as well, and a command that cannot say anything ends with another code.
-                handle = os.open(log if limit is None else os.devnull, os.O_WRONLY | os.O_CREAT)
-                os.dup2(handle, 1)
-                os.dup2(handle, 2)
+                os.dup2(writing, 1)
+                os.dup2(writing, 2)
                 if limit is not None:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
                 with dask.config.set({"distributed.scheduler.worker-ttl": FROZEN_AFTER}):
@@ -84,6 +86,8 @@ class Chaos:
             except BaseException:
                 traceback.print_exc()
             os._exit(code)
+        os.close(writing)
+        self.pipes[pid] = reading
         return pid
 
     def wait(self, pid: int, *, block: bool = True) -> int | None:
@@ -91,9 +95,15 @@ class Chaos:
         done, status = os.waitpid(pid, 0 if block else os.WNOHANG)
         if not done:
             return None
-        code = os.waitstatus_to_exitcode(status)
-        if code not in ENDS:
-            self.problems.append(f"a command ended with {code}")
+        code, pipe = os.waitstatus_to_exitcode(status), self.pipes.pop(pid)
+        said = ""
+        if pipe is not None:
+            os.set_blocking(pipe, False)  # a worker that outlives the command has it open too
+            with suppress(BlockingIOError):
+                said = os.read(pipe, 1 << 16).decode(errors="replace")
+            os.close(pipe)
+        if code not in ENDS or "Traceback" in said:
+            self.problems.append(f"a command ended with {code} {said[-2000:]}".strip())
         return code
 
     def reap(self) -> None:

@@ -1,6 +1,7 @@
 """The documentation: every page has its place, links lead somewhere, commands are understood, the site builds."""
 
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import fairseq_icl
 from fairseq_icl.replication.configuration import compose_configuration, friendly
 from fairseq_icl.settings import SETTINGS
 
@@ -97,6 +99,23 @@ def test_the_reference_is_made_from_the_code(site: Path) -> None:
     for name in ("load_model", "build_prompts", "observe", "fine_tuned", "compare", "plot_layers"):
         assert re.search(rf'id="fairseq_icl\.[\w.]*{name}"', python), name
     assert "sim_aou_norm" in (site / "metrics.html").read_text(encoding="utf-8")
+
+
+def test_fields_are_shown_with_their_comments(site: Path) -> None:
+    python = (site / "api.html").read_text(encoding="utf-8")
+    assert "(n, C) mean log-probability of the label" in python
+    assert "(n, L + 1, P, d) what enters the first layer" in python
+
+
+@pytest.mark.parametrize("name", [name for name in fairseq_icl.__all__ if name[0].islower()])
+def test_public_functions_say_arguments_result_and_an_example(name: str) -> None:
+    function = getattr(fairseq_icl, name)
+    text = inspect.getdoc(function) or ""
+    assert "Args:" in text
+    assert "Returns:" in text or "Yields:" in text
+    assert "```python" in text.partition("Example:")[2]
+    described = re.findall(r"^    (\w+): ", text, re.MULTILINE)
+    assert described == [*inspect.signature(function).parameters]
 
 
 def test_pages_fetch_nothing_when_they_are_opened(site: Path) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from fairseq_icl.errors import UserError, find_user_error
 
@@ -22,6 +23,18 @@ def test_wrapped_errors_are_found():
             raise Exception("Cannot load") from None
 
     assert find_user_error(raised(wrap)) == "rows.jsonl:3: not JSON"
+
+
+def test_a_full_gpu_is_one_line_wherever_it_happens():
+    def wrap() -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. See docs")
+        except torch.OutOfMemoryError:
+            raise Exception("in the library") from None
+
+    found = find_user_error(raised(wrap))
+    assert found is not None
+    assert found.startswith("CUDA out of memory; observe fewer rows (limit=N)")
 
 
 def test_other_errors_are_not_taken_for_user_errors():

@@ -24,6 +24,8 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     table = next(output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {}))
     assert "sim_am_delta" in table
     assert "lcgd" in table
+    assert "nan" not in table
+    assert "option 0" in text, "a prompt is shown"
 
 
 def test_the_script_of_twelve_lines_runs(tmp_path):
@@ -34,5 +36,9 @@ def test_the_script_of_twelve_lines_runs(tmp_path):
         [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"accuracy_icl +0\.9", done.stdout)
+    found = dict(re.findall(r"^(\w+) +(-?[\d.]+)$", done.stdout, re.MULTILINE))
+    assert float(found["accuracy_icl"]) > 0.9
+    assert float(found["accuracy_ft"]) > float(found["accuracy_zsl"]) + 0.3, "training at this rate does something"
+    assert float(found["rec2ftp"]) > 0
+    assert done.stderr == ""
     assert (tmp_path / "sim_aou.png").stat().st_size > 1000

@@ -35,6 +35,17 @@ def test_prompts_as_text_and_short_representations():
         bare.text()
 
 
+def test_training_that_changes_no_answer_is_said(caplog: pytest.LogCaptureFixture):
+    model = fi.load_model("demo")
+    prompts = fi.build_prompts(model, "demo_sentiment", k=2, limit=4)
+    zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
+    with fi.fine_tuned(model, prompts, method="lcgd", lr=1e-6) as tuned:
+        table = fi.compare(prompts, zsl, icl, fi.observe(tuned, prompts))
+    assert "lcgd changed no prediction: Rec2FTP and the like are undefined; a higher lr may change some" in caplog.text
+    assert not table["value"].isna().any()
+    assert "undefined_rec2ftp" in set(table["metric"])
+
+
 def test_a_run_is_one_tidy_frame(tmp_path: Path):
     grid = ["k=1,2", "lr=0.1,0.3", "seed=1,2", "limit=4", "method=gd", "init=pretrained", "dataset=demo_sentiment"]
     succeeded(run("fairseq-icl", "replicate", "experiment=demo", *grid, f"out={tmp_path / 'run'}", "--quiet"))

@@ -229,7 +229,8 @@ def test_precisions_in_one_folder_are_told_apart_and_said(mixed: Path) -> None:
     assert "model (precision=fp16)" in folder.models
     assert folder.computed_in == "Computed in fp16, fp32."
     assert any("different precision (fp16, fp32)" in warning for warning in folder.warnings)
-    for page in (html._state(folder), markdown_page(Contents.of(folder), [])):
+    contents = Contents.of(folder)
+    for page in (html.page(contents, []), markdown_page(contents, [])):
         assert "Computed in fp16, fp32." in page
 
 
@@ -319,14 +320,17 @@ def test_the_doctor_compares_two_devices(models: dict[str, Model]) -> None:
     rows = [0, 5, 7, 9, 11, 4]
     decoder = models["fp32"].lm.decoder
     findings = Findings()
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
     compare_devices(findings, decoder, rows, other="cpu")
     assert "differ by at most 0.0e+00 from those of the CPU" in findings.lines[0]
+    assert "ok       gpu fp16" in findings.lines[1]
     assert not findings.problems
+    assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
     factor = itertools.count(1)  # what a device that computes something else would do
     with decoder.output_projection.register_forward_hook(lambda _, __, logits: logits * next(factor)):
         compare_devices(findings, decoder, rows, other="cpu")
     assert findings.problems == 1
-    assert "PROBLEM  gpu" in findings.lines[1]
+    assert "PROBLEM  gpu" in findings.lines[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")

@@ -20,7 +20,6 @@ from fairseq_icl.settings import (
     WEIGHTS,
     Settings,
     nearest,
-    paper_values,
 )
 
 STAGES = {*PROMPTS, WEIGHTS, TRAINING, RECORDING, METRICS}
@@ -50,8 +49,7 @@ def test_default_is_what_the_authors_ran():
 
 def test_paper_sets_every_difference_at_once():
     paper = asdict(Settings.of("paper"))
-    assert {name: paper[name] for name in READING} == paper_values()
-    assert paper_values() == {name: value for name, (_, value) in AUTHORS_AND_PAPER.items()}
+    assert {name: paper[name] for name in READING} == {name: value for name, (_, value) in AUTHORS_AND_PAPER.items()}
     assert {name: paper[name] for name in SETTINGS if name not in READING} == {
         name: known.default for name, known in SETTINGS.items() if name not in READING
     }

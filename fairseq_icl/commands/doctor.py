@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
+from torch import Tensor
 
 from fairseq_icl.commands.command_line import doctor
 from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.errors import EXIT_CODE, UserError
 from fairseq_icl.files import DEMO_MODEL
-from fairseq_icl.models.checkpoints import base_reference, language_model_config, read_checkpoint
+from fairseq_icl.metrics.vectors import relative_error
+from fairseq_icl.models.checkpoints import base_reference, is_hugging_face, language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
-from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
+from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
-from fairseq_icl.models.reference import TOLERANCE, difference_between, difference_from_transformers
+from fairseq_icl.models.reference import TOLERANCE, difference_from_transformers
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import features_on_prefix, run_prefix
 from fairseq_icl.prompts.catalogue import dataset_names, find_spec
@@ -32,6 +34,10 @@ from fairseq_icl.prompts.readers import SPLITS, compare_rows, has_files, read_sp
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"
 CONTINUATION_TOKENS = 8
+HEADROOM = 1.1
+"""Memory that weights and one prompt need, in units of the weights."""
+HALF_TOLERANCE = 0.1
+"""Of log-probabilities in fp16."""
 
 
 @dataclass
@@ -234,39 +240,86 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
 
 
 def compare_devices(findings: Findings, decoder: FairseqDecoder, rows: Sequence[int], other: str | None = None) -> None:
-    """Whether one prompt (`rows`, BOS first) has the same numbers on the CPU and on the `other` device: a GPU."""
+    """Whether one prompt (`rows`, BOS first) has the same numbers on the CPU and on the `other` device: a GPU.
+
+    Log-probabilities of the whole prompt and of its second half on the first one's keys and values, as it is observed;
+    the gradient that a training step would have; and the same in fp16. What does not fit into its memory is left out.
+    """
     if other is None and not torch.cuda.is_available():
         findings.good("gpu", "none here: numbers of CPU and GPU were not compared")
         return
-    name = torch.cuda.get_device_name() if other is None else other
-    size = sum(parameter.nbytes for parameter in decoder.parameters())
-    if other is None and size > (free := torch.cuda.mem_get_info()[0]):
-        needed = f"{size / 2**30:.1f} GiB of weights in fp32, {free / 2**30:.1f} GiB free"
-        findings.warn("gpu", f"{name}: {needed}; not compared, and precision=fp16 or bf16 is needed")
-        return
     device = choose_device(other or "cuda")
-    with within_memory("comparing CPU and GPU"):
-        difference = difference_between(decoder, rows, "cpu", str(device))
-        difference = max(difference, _difference_on_prefix(decoder, rows, device))
-    text = f"{name}: log-probabilities of the text differ by at most {difference:.1e} from those of the CPU"
-    if difference <= TOLERANCE:
-        findings.good("gpu", text)
+    name = torch.cuda.get_device_name(device) if other is None else other
+    size = sum(parameter.nbytes for parameter in decoder.parameters())
+    free = torch.cuda.mem_get_info(device)[0] if other is None else size * 2
+    expected = devices_numbers(decoder, rows, torch.device("cpu"))
+    needed = f"{name}: {size / 2**30:.1f} GiB of weights in fp32, {free / 2**30:.1f} GiB free"
+    if size * HEADROOM > free:
+        findings.warn("gpu", f"{needed}; not compared in fp32, and precision=fp16 or bf16 is needed")
     else:
-        findings.bad("gpu", f"{text}, more than {TOLERANCE:g}: switch off TF32 or other shortcuts, or do not use it")
+        with within_memory("comparing CPU and GPU"):
+            found = devices_numbers(decoder, rows, device)
+        difference = float((found[0] - expected[0]).abs().max())
+        of_gradient = relative_error(found[1], expected[1])
+        text = (
+            f"{name}: log-probabilities of the text differ by at most {difference:.1e} from those of the CPU, "
+            f"the gradient of a training step by {of_gradient:.1e} of its length"
+        )
+        if difference <= TOLERANCE and of_gradient <= TOLERANCE:
+            findings.good("gpu", text)
+        else:
+            findings.bad(
+                "gpu", f"{text}, more than {TOLERANCE:g}: switch off TF32 or other shortcuts, or do not use it"
+            )
+    if size / 2 * HEADROOM > free:
+        findings.warn("gpu fp16", f"{needed}; not even half of it fits: take a smaller model or device=cpu")
+        return
+    with within_memory("comparing CPU and GPU in fp16"):
+        found = devices_numbers(decoder, rows, device, torch.float16)
+    difference = float((found[0] - expected[0]).abs().max())
+    text = f"log-probabilities differ by at most {difference:.1e} from fp32, gradients by"
+    text += f" {relative_error(found[1], expected[1]):.1e} of their length"
+    if difference <= HALF_TOLERANCE:
+        findings.good("gpu fp16", text)
+    else:
+        findings.warn("gpu fp16", f"{text}: numbers overflow or lose too many digits; take precision=bf16 or fp32")
 
 
-@torch.no_grad()
-def _difference_on_prefix(decoder: FairseqDecoder, rows: Sequence[int], device: torch.device) -> float:
-    """The same for the second half of the prompt as it is observed: on the first half's keys and values."""
+def devices_numbers(
+    decoder: FairseqDecoder, rows: Sequence[int], device: torch.device, precision: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, gradient of the first layer's weights by the prompt's loss), (N,) fp32 on the CPU each.
+
+    The decoder ends where it was, with the weights that it had.
+    """
     home, half = next(decoder.parameters()).device, len(rows) // 2
-    found = []
-    for place in ("cpu", str(device)):
-        prefix = run_prefix(decoder.to(place), tuple(rows[:half]))
-        features = features_on_prefix(decoder, Packed.of([tuple(rows[half:])]), prefix)  # (N, 1, d)
-        found.append(decoder.output_layer(features)[:, 0].float().log_softmax(-1).cpu())
-    decoder.to(home)
-    likely = found[0].argmax(-1, keepdim=True)
-    return float((found[0] - found[1]).gather(1, likely).abs().max())
+    before = {parameter: parameter.data for parameter in decoder.parameters()}
+    learning = list(decoder.layers[0].parameters())
+    frozen = [parameter for parameter in learning if not parameter.requires_grad]
+    try:
+        if precision is not None:
+            for parameter in before:
+                parameter.data = parameter.data.to(precision)
+        decoder.to(device)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        tokens = torch.tensor([list(rows)], device=device)
+        of_next = decoder(tokens)[0][0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]  # (T - 1,)
+        gradients = torch.autograd.grad(-of_next.mean(), learning, allow_unused=True)
+        with torch.no_grad():
+            prefix = run_prefix(decoder, tuple(rows[:half]))
+            features = features_on_prefix(decoder, Packed.of([tuple(rows[half:])]), prefix)  # (N, 1, d)
+            logits = decoder.output_layer(features)[:-1, 0].float().log_softmax(-1)
+            on_prefix = logits.gather(1, tokens[0, half + 1 :, None])[:, 0]
+        parts = [gradient.float().flatten() for gradient in gradients if gradient is not None]
+        return torch.cat([of_next.detach(), on_prefix]).cpu(), torch.cat(parts).cpu()
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        decoder.to(home)
+        if precision is not None:
+            for parameter, data in before.items():
+                parameter.data = data
 
 
 def _compare_reference(findings: Findings, model: HFModel, decoder: FairseqDecoder) -> None:

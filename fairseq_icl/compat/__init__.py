@@ -23,6 +23,7 @@ def apply(restore: Callable[[str, dict[str, Any]], Any]) -> None:
     imports.silence_warnings_about_fairseq()
     torch.serialization.add_safe_globals(models.CHECKPOINT_CLASSES)  # for fairseq's own reading of checkpoints
     command_line.watch_command_lines()
+    command_line.log_configurations_at_debug_level()
     command_line.honour_flags_in_validate(restore)
     models.resume_tasks()
     half_precision.gather_without_cuda()

@@ -1,6 +1,8 @@
 """fairseq's command line: our flags in it and in its help, values checked and honoured, errors of one line."""
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
@@ -11,6 +13,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.registry import REGISTRIES
+from omegaconf import DictConfig
 
 from fairseq_icl.errors import UserError, exit_with, find_user_error
 from fairseq_icl.settings import SETTINGS
@@ -33,10 +36,10 @@ def flags_of(component: str) -> list[tuple[str, Any, Any]]:
         if known.is_flag_of(component):
             kind: Any = ChoiceEnum(list(known.choices)) if known.choices else known.kind
             text, default = known.help, known.default
-            if known.is_reading:
+            if known.paper is not None:
                 text += f" (authors' code: {known.default}; paper: {known.paper}; default: as --reading says)"
                 default = None
-            kind = Optional[kind] if known.optional or known.is_reading else kind  # noqa: UP045
+            kind = Optional[kind] if known.optional or known.paper is not None else kind  # noqa: UP045
             flags.append(flag(known.name, kind, default, text))
     return flags
 
@@ -119,6 +122,18 @@ def _agree_on_precision(parsed: argparse.Namespace, words: Sequence[str]) -> Non
         parsed.fp16, parsed.bf16 = name == "fp16", name == "bf16"
     if getattr(parsed, "bf16", False) and "--tpu" not in words:
         parsed.tpu = False
+
+
+def log_configurations_at_debug_level() -> None:
+    """fairseq-train's line of its whole configuration, 12 kB, is shown with LOGLEVEL=DEBUG only, fairseq's variable."""
+
+    def look(record: logging.LogRecord) -> bool:
+        if not isinstance(record.msg, DictConfig):
+            return True
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return os.environ.get("LOGLEVEL", "INFO").upper() == "DEBUG"
+
+    logging.getLogger("fairseq_cli.train").addFilter(look)
 
 
 def show_user_errors_in_one_line() -> None:

@@ -37,7 +37,7 @@ def places(spec: DatasetSpec, folder: Path) -> Iterator[tuple[Split, str, Path]]
     """(split, address, place) of each of a dataset's two files."""
     hub = _hub(spec)
     for split in SPLITS:
-        path = hub.files.of(split)
+        path = hub.files[split]
         url = address("dataset", hub.repo, hub.revision, path)
         yield split, url, folder / spec.name / f"{split}{Path(path).suffix}"
 
@@ -113,7 +113,7 @@ def _fetch(
     repository = open_repository("dataset", hub.repo, hub.revision, by_hand)
     unfinished = folder / UNFINISHED / spec.name
     for split, (url, place) in wanted.items():
-        path = hub.files.of(split)
+        path = hub.files[split]
         if not repository.has(path, place):
             if place.exists():
                 raise UserError(f"{place}: is there already, and is another file than {url}; move it away")

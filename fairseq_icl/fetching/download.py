@@ -47,10 +47,13 @@ def download(
 ) -> None:
     """Bring `url` to `path`, going on where an earlier call was cut off.
 
-    **Arguments**
-    - `size`: bytes, where they are known beforehand.
-    - `checksum`: sha256, or `git:` and git's hash; what arrives with another one is thrown away and reported.
-    - `headers`: sent to this address alone, not to where it may redirect.
+    Args:
+        url: The address.
+        path: Where it goes.
+        size: Bytes, where they are known beforehand.
+        checksum: sha256, or `git:` and git's hash; what arrives with another one is thrown away and reported.
+        headers: Sent to this address alone, not to where it may redirect.
+        quiet: No progress bar.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"{url}: not an address; it must begin with https:// or http://")

@@ -60,7 +60,14 @@ class Ranking(NamedTuple):
     is_class: Tensor  # (n, classes) bool
 
 
-Outcome = Tensor | Similarity | Ratio | Ranking
+class Calibration(NamedTuple):
+    """How sure each prediction is and whether it is right; together they have an expected calibration error."""
+
+    confidence: Tensor  # (n,) between 0 and 1
+    is_right: Tensor  # (n,) bool
+
+
+Outcome = Tensor | Similarity | Ratio | Ranking | Calibration
 Function = TypeVar("Function", bound=Callable[..., Outcome])
 
 
@@ -105,15 +112,29 @@ def metric(
 ) -> Callable[[Function], Function]:
     """Register a function, with the arguments in `given`, as the metric `name` and return it unchanged.
 
-    **Arguments**
-    - `conditions`: the observations the function takes, in order, out of zsl, icl and ft. A metric that does not take
-      `ft` is also computed when a base checkpoint is scored alone.
-    - `needs`: extras the function takes by keyword: `example` (n,) position of each example in the validation set,
-      `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
-      fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
-    - `reads`: attributes of the observations that not every observation has (`depth_scores`, `top_tokens`,
-      `label_prior`); where one is missing the metric is left out.
-    - `title`, `unit`: what stands at its axis in figures: by default its name, and no unit; "percent" is for shares.
+    Args:
+        name: What tables call it.
+        conditions: The observations the function takes, in order, out of zsl, icl and ft. A metric that does not take
+            `ft` is also computed when a base checkpoint is scored alone.
+        needs: Extras the function takes by keyword: `example` (n,) position of each example in the validation set,
+            `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
+            fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
+        reads: Attributes of the observations that not every observation has (`depth_scores`, `top_tokens`,
+            `label_prior`); where one is missing the metric is left out.
+        title: What stands at its axis in figures; by default its name.
+        unit: "percent" shows a share as percent.
+        given: Further arguments of the function, fixed here.
+
+    Returns:
+        A decorator. The function returns one value an example, (n,), or one an example and layer, (n, L).
+
+    Example:
+        ```python
+        @metric("gold_gain", conditions=("zsl", "icl"))
+        def gold_gain(zsl, icl):
+            gain = icl.option_logprobs - zsl.option_logprobs  # (n, C)
+            return gain.gather(1, icl.gold[:, None])[:, 0]  # (n,)
+        ```
     """
     conditions, needs, reads = tuple(conditions), tuple(needs), tuple(reads)
     for words, known in ((conditions, CONDITIONS), (needs, EXTRAS)):

@@ -17,16 +17,15 @@ from torch.nn.functional import pad
 
 from fairseq_icl.metrics import Observation, Similarity, metric
 from fairseq_icl.metrics.vectors import (
+    STEP,
     cosine_of,
+    dots,
     in_parts,
     mean_over_heads,
     remembered,
     rounding_of,
-    sum_of_padded,
     where_defined,
 )
-
-REGISTER = 16  # float32 numbers in the widest vector register
 
 
 @metric("sim_am_before_softmax", conditions=("zsl", "icl"), unit="cosine", softmax=True)
@@ -60,24 +59,36 @@ def alpha(zsl: Observation, ft: Observation, other_ft: Observation, softmax: boo
 
 def _similarity(one: Observation, other: Observation, softmax: bool) -> Similarity:
     """The cosine of each head's rows, averaged over heads: (n, L)"""
+    return mean_over_heads(cosine_of(*_pair(one, other, softmax)))
+
+
+@remembered(4)
+def _pair(one: Observation, other: Observation, softmax: bool) -> tuple[Tensor, ...]:
+    """The products a.b, a.a and b.b of each head's rows: (n, L, H) each"""
 
     def products(*rows_and_lengths: Tensor) -> tuple[Tensor, ...]:
         a, b = _rows(rows_and_lengths, softmax)
-        return _sums((a, b), (a, a), (b, b))
+        return dots((a, b), (a, a), (b, b))
 
-    return mean_over_heads(cosine_of(*_in_parts(products, one, other)))
+    return _in_parts(products, one, other)
 
 
-@remembered
+@remembered(2)
 def _change(zsl: Observation, one: Observation, other: Observation, softmax: bool) -> tuple[Similarity, Tensor]:
-    """The cosine of what changes in each head's rows, and where a change is nothing but rounding: (n, L, H)"""
+    """The cosine of what changes in each head's rows, and where a change is nothing but rounding: (n, L, H)
+
+    Where rows are read, which takes longest, `_pair` of them is found as well.
+    """
 
     def products(*rows_and_lengths: Tensor) -> tuple[Tensor, ...]:
         before, first, second = _rows(rows_and_lengths, softmax)
         a, b = first - before, second - before
-        return _sums((a, b), (a, a), (b, b), (before, before))
+        pairs = ((a, b), (a, a), (b, b), (before, before), (first, first), (second, second))
+        return dots(*pairs, (first, before), (first, second))
 
-    *found, before = _in_parts(products, zsl, one, other)
+    *found, before, first, second, with_before, with_second = _in_parts(products, zsl, one, other)
+    _pair.keep((one, zsl, softmax), (with_before, first, before))
+    _pair.keep((one, other, softmax), (with_second, first, second))
     limit = rounding_of(zsl, one, other) * before.sqrt()
     return cosine_of(*found), (found[1].sqrt() <= limit) | (found[2].sqrt() <= limit)
 
@@ -85,10 +96,6 @@ def _change(zsl: Observation, one: Observation, other: Observation, softmax: boo
 def _in_parts(products: Callable[..., tuple[Tensor, ...]], *observations: Observation) -> tuple[Tensor, ...]:
     """`products` of the rows and query lengths of each observation."""
     return in_parts(products, *(part for seen in observations for part in (seen.attention_row, seen.query_length)))
-
-
-def _sums(*pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(sum_of_padded(a * b) for a, b in pairs)
 
 
 def _rows(rows_and_lengths: tuple[Tensor, ...], softmax: bool) -> list[Tensor]:
@@ -100,9 +107,8 @@ def _rows(rows_and_lengths: tuple[Tensor, ...], softmax: bool) -> list[Tensor]:
     """
     found = []
     for row, length in zip(rows_and_lengths[::2], rows_and_lengths[1::2], strict=True):
-        row = row.float()
+        row = pad(row.float(), (-row.size(-1) % STEP, 0))
         if softmax:
-            row = pad(row, (-row.size(-1) % REGISTER, 0))
             place = torch.arange(row.size(-1), device=row.device)
             is_padding = place < row.size(-1) - length[:, None]  # (n, Q')
             row = (row + torch.where(is_padding, -torch.inf, 0.0)[:, None, None, :]).softmax(-1)

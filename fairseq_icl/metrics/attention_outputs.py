@@ -19,7 +19,8 @@ across the zero-shot state, u' = u - (u.e) e, the normalised update is
 
     (z + u) / |z + u| - e = u' / |z + u| - t e,   t = 1 - cos(z, z + u)
 
-so two of them have the product u'.v' / (|z + u| |z + v|) + t_u t_v, in which nothing cancels.
+so two of them have the product u'.v' / (|z + u| |z + v|) + t_u t_v, and u'.v' = u.v - (u.e)(v.e). States are fp32 and
+products float64, so what cancels there leaves more digits than the states have.
 """
 
 from collections.abc import Callable
@@ -31,12 +32,12 @@ from torch import Tensor
 from fairseq_icl.metrics import Observation, Similarity, metric
 from fairseq_icl.metrics.vectors import (
     cosine_of,
-    dot,
+    dots,
     gaussian,
     in_parts,
     remembered,
     rounding_of,
-    uniform,
+    uniform_float32,
     where_defined,
 )
 
@@ -111,8 +112,8 @@ def sim_aou_random_matched(
     g and g' are independent standard normal vectors. This is what remains of a similarity when the lengths of the
     updates are kept and their directions are random.
     """
-    before, first, second, to_first, to_second, between = _random_pair(zsl, example)
-    true = _two_updates(zsl, icl, ft)[:2]
+    first, second, to_first, to_second, between = _random_pair(zsl, example)
+    true, before = _two_updates(zsl, icl, ft)[:2], _one_update(zsl, icl)[0]
     lengths = [update.square.sqrt() / drawn.sqrt() for update, drawn in zip(true, (first, second), strict=True)]
     product = between * lengths[0] * lengths[1]
     if not normalize:
@@ -129,42 +130,43 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, 1 / torch.where(x == 0, 1.0, x))
 
 
-def _update(
-    before: Tensor, along: Tensor, square: Tensor, across: Tensor | None = None, after: Tensor | None = None
-) -> Update:
-    """From |z|^2, z.u, |u|^2 and, where they were formed without cancelling, |u'|^2 and |z + u|^2."""
-    if across is None:
-        across = square - along**2 * _inverse(before)
-    if after is None:
-        after = before + 2 * along + square
+def _update(before: Tensor, along: Tensor, square: Tensor) -> Update:
+    """From |z|^2, z.u and |u|^2."""
+    across = (square - along**2 * _inverse(before)).clamp_min(0)
+    after = (before + 2 * along + square).clamp_min(0)  # |z + u|^2
     scale = _inverse(after.sqrt())
     cosine = (before + along) * _inverse(before.sqrt()) * scale
     turned = torch.where(cosine > 0, across * scale**2 / (1 + cosine.clamp_min(0)), 1 - cosine)
     return Update(square, across, scale, torch.where(before == 0, 0.0, turned))
 
 
-def _split(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """u, u' (m, L, d) and the products from which `_update` follows, of states (m, L, d) float64."""
-    update = after - before
-    square, along = dot(before, before), dot(before, update)
-    across = torch.addcmul(update, before, (along * _inverse(square))[..., None], value=-1)
-    return update, across, (square, along, dot(update, update), dot(across, across), dot(after, after))
-
-
-@remembered
+@remembered(1)
 def _two_updates(zsl: Observation, icl: Observation, ft: Observation) -> tuple[Update, Update, Tensor, Tensor, Tensor]:
     """The updates u of ICL and v of FT, u.v, u'.v', and where one of them is nothing but rounding: (n, L) each"""
 
     def products(*states: Tensor) -> tuple[Tensor, ...]:
-        before, one, other = (state.double() for state in states)
-        u, u_across, of_u = _split(before, one)
-        v, v_across, of_v = _split(before, other)
-        return (*of_u, *of_v, dot(u, v), dot(u_across, v_across))
+        z, one, other = (state.double() for state in states)
+        u, v = one - z, other - z
+        return dots((z, z), (z, u), (u, u), (z, v), (v, v), (u, v))
 
-    found = in_parts(products, *(seen.attention_output for seen in (zsl, icl, ft)))
-    u, v = _update(*found[:5]), _update(*found[5:10])
-    limit = rounding_of(zsl, icl, ft) * found[0].sqrt()
-    return u, v, found[10], found[11], (u.square.sqrt() <= limit) | (v.square.sqrt() <= limit)
+    before, *of_u, along_v, square_v, product = in_parts(products, *(seen.attention_output for seen in (zsl, icl, ft)))
+    _one_update.keep((zsl, icl), (before, *of_u))
+    u, v = _update(before, *of_u), _update(before, along_v, square_v)
+    across = product - of_u[0] * along_v * _inverse(before)
+    limit = rounding_of(zsl, icl, ft) * before.sqrt()
+    return u, v, product, across, (u.square.sqrt() <= limit) | (v.square.sqrt() <= limit)
+
+
+@remembered(1)
+def _one_update(zsl: Observation, icl: Observation) -> tuple[Tensor, ...]:
+    """|z|^2, z.u and |u|^2 of ICL's update"""
+
+    def products(*states: Tensor) -> tuple[Tensor, ...]:
+        z, after = (state.double() for state in states)
+        u = after - z
+        return dots((z, z), (z, u), (u, u))
+
+    return in_parts(products, zsl.attention_output, icl.attention_output)
 
 
 def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> list[tuple[Similarity, Similarity]]:
@@ -174,12 +176,10 @@ def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> 
     """
 
     def products(before: Tensor, after: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        drawn = [draw(given, tuple(before.shape[1:]), "update").float() for draw in draws]
-        found = []
-        for r in drawn or [given.double()]:  # fp32 will do for random ones
-            update = after.to(r.dtype) - before
-            found += [dot(vector, r).double() for vector in (update, before, r)]
-        return tuple(found)
+        drawn = [draw(given, tuple(before.shape[1:]), "update") for draw in draws] or [given.double()]
+        before = before.to(drawn[0].dtype)  # fp32 will do for random ones
+        update = after.to(before.dtype) - before
+        return tuple(part.double() for part in dots(*((vector, r) for r in drawn for vector in (update, before, r))))
 
     of_u = _one_update(zsl, icl)
     u, before, along = _update(*of_u), of_u[0], of_u[1]
@@ -194,26 +194,18 @@ def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> 
     return cosines
 
 
-@remembered
-def _one_update(zsl: Observation, icl: Observation) -> tuple[Tensor, ...]:
-    """The products from which ICL's update follows."""
-    states = zsl.attention_output, icl.attention_output
-    return in_parts(lambda before, after: _split(before.double(), after.double())[2], *states)
-
-
-@remembered
+@remembered(1)
 def _beside_random(zsl: Observation, icl: Observation, example: Tensor) -> list[tuple[Similarity, Similarity]]:
-    return _beside(zsl, icl, example, uniform, gaussian)
+    return _beside(zsl, icl, example, uniform_float32, gaussian)
 
 
-@remembered
+@remembered(1)
 def _random_pair(zsl: Observation, example: Tensor) -> tuple[Tensor, ...]:
-    """|z|^2, |g|^2, |g'|^2, z.g, z.g' and g.g' of two independent normal vectors: (n, L) each"""
+    """|g|^2, |g'|^2, z.g, z.g' and g.g' of two independent normal vectors: (n, L) each"""
 
     def products(state: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
-        before = state.double()
-        g, other = (gaussian(numbers, tuple(before.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
-        pairs = ((g, g), (other, other), (state, g), (state, other), (g, other))
-        return dot(before, before), *(dot(a, b).double() for a, b in pairs)
+        z = state.float()
+        g, other = (gaussian(numbers, tuple(z.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
+        return tuple(part.double() for part in dots((g, g), (other, other), (z, g), (z, other), (g, other)))
 
     return in_parts(products, zsl.attention_output, example)

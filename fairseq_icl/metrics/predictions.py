@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Ranking, Ratio, metric, metric_of_each
+from fairseq_icl.metrics import Calibration, Observation, Ranking, Ratio, metric, metric_of_each
 from fairseq_icl.metrics.vectors import log_shares
 
 
@@ -60,6 +60,15 @@ def auc(observation: Observation) -> Ranking:
     """
     scores = log_shares(observation.option_logprobs)
     return Ranking(scores, F.one_hot(observation.gold, scores.size(1)).bool())
+
+
+@metric_of_each("ece", title="calibration error", unit="percent")
+def ece(observation: Observation) -> Calibration:
+    """Expected calibration error: sum over bins b of |right answers in b - sum of their probabilities| / n.
+
+    Ten bins of equal width of the predicted option's probability among the options (Guo et al. 2017).
+    """
+    return Calibration(log_shares(observation.option_logprobs).max(dim=1).values.exp(), _right(observation))
 
 
 @metric_of_each("log_likelihood", unit="nats")
@@ -210,8 +219,10 @@ def _shared(icl: Observation, ft: Observation) -> Tensor:
 @metric_of_each("accuracy_by_depth", unit="percent", reads=("depth_scores",))
 def accuracy_by_depth(observation: Observation) -> Tensor:
     """1 where argmax_c s[l, c] is the gold label, else 0. (n, L)"""
-    best = torch.from_numpy(_scores(observation).numpy().argmax(axis=-1))  # numpy promises the first one on ties
-    return (best == observation.gold[:, None]).double()
+    scores = _scores(observation)
+    is_best = scores == scores.amax(-1, keepdim=True)
+    is_first = is_best & (is_best.cumsum(-1) == 1)  # (n, L, C): of several best ones the first, on every device
+    return is_first.gather(2, observation.gold[:, None, None].expand(-1, scores.size(1), 1))[..., 0].double()
 
 
 @metric_of_each("logprob_by_depth", unit="nats", reads=("depth_scores",))

@@ -14,7 +14,7 @@ The authors pair tokens by place, which is right only if both sides saw the same
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fairseq_icl.metrics import Observation, Similarity, metric
-from fairseq_icl.metrics.vectors import uniform
+from fairseq_icl.metrics.vectors import remembered, uniform
 
 ROWS = 50  # examples in a matrix product, always: filled up, it gives each the same bits in any company
 BLOCK = 8  # numbers that `_inversions` compares pair by pair
+PAIRS = 2**26  # that a GPU compares at once
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,15 @@ class TrainingTokens:
     top_examples: int = 5
     top_tokens: int = 100
 
+    def on(self, device: torch.device | str) -> "TrainingTokens":
+        """The same on another device."""
+        names = ("queries", "demonstration", "context_position")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
     @classmethod
     def align(
         cls,
-        queries: Tensor,
+        queries: Tensor | Sequence[Tensor],
         training_rows: Sequence[int],
         training_lengths: Sequence[int],
         context_rows: Sequence[int],
@@ -51,31 +57,33 @@ class TrainingTokens:
     ) -> "TrainingTokens":
         """Pair recorded training tokens with prompt tokens by dataset row, in the order of the prompt.
 
-        **Arguments**
-        - `queries`: (L, sum of `training_lengths`, d), each training sequence with its BOS.
-        - `training_rows`, `context_rows`: dataset row of each training sequence, of each demonstration of the prompt.
-        - `context_spans`: (start, end) of each demonstration in the context, without its closing EOS.
+        Args:
+            queries: (L, sum of `training_lengths`, d), each training sequence with its BOS; or one tensor for each.
+            training_rows: Dataset row of each training sequence.
+            training_lengths: Tokens of each.
+            context_rows: Dataset row of each demonstration of the prompt.
+            context_spans: (start, end) of each demonstration in the context, without its closing EOS.
+            top_examples: How many examples with the most attention recall and Kendall look at.
+            top_tokens: How many tokens.
         """
-        starts = torch.tensor([0, *training_lengths]).cumsum(0)[:-1].tolist()
-        place = {
-            row: (start, length) for row, start, length in zip(training_rows, starts, training_lengths, strict=True)
-        }
+        sequences = queries.split(list(training_lengths), dim=1) if isinstance(queries, Tensor) else queries
+        by_row = dict(zip(training_rows, sequences, strict=True))
         recorded: list[Tensor] = []
         demonstration: list[Tensor] = []
         positions: list[Tensor] = []
         for row, (begin, end) in zip(context_rows, context_spans, strict=True):
-            if row not in place:
+            if row not in by_row:
                 continue
-            start, length = place[row]
-            if length - 1 != end - begin:
-                raise ValueError(f"row {row}: {length - 1} tokens in training, {end - begin} in the prompt")
-            recorded.append(torch.arange(start + 1, start + length))
+            own = by_row[row][:, 1:]
+            if own.size(1) != end - begin:
+                raise ValueError(f"row {row}: {own.size(1)} tokens in training, {end - begin} in the prompt")
+            recorded.append(own)
             positions.append(torch.arange(begin, end))
             demonstration.append(torch.full((end - begin,), len(demonstration)))
         if not recorded:
             raise ValueError("no demonstration is in both the fine-tuning data and the prompt")
         return cls(
-            queries[:, torch.cat(recorded)],
+            torch.cat(recorded, dim=1),
             torch.cat(demonstration),
             torch.cat(positions),
             top_examples,
@@ -232,10 +240,12 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     (..., T), (..., T) -> (...). Defined as 0, and counted, where all of a or all of b is tied.
 
     Sorted by a, and by b where a is tied, the discordant pairs are the inversions of b (Knight 1966); all other
-    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's.
+    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's; GPUs compare all pairs.
     """
+    if a.is_cuda:
+        return _kendall_by_pairs(a, b)
     shape, size = a.shape[:-1], a.shape[-1]
-    (rank_a, tied_a), (rank_b, tied_b) = (_ranked(part.reshape(-1, size).cpu().numpy()) for part in (a, b))
+    (rank_a, tied_a), (rank_b, tied_b) = _ranked(a), _ranked(b)
     bits = size.bit_length()
     both = (rank_a << bits) | rank_b  # sorting it sorts by a, then by b
     both.sort(axis=-1)
@@ -243,14 +253,35 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     pairs = size * (size - 1) / 2
     untied_a, untied_b = pairs - tied_a, pairs - tied_b
     comparable = untied_a + untied_b - pairs + _tied_pairs(both)  # tied in neither
+    return _tau(comparable - 2 * discordant, untied_a, untied_b, shape)
+
+
+def _tau(agreement: Tensor, untied_a: Tensor, untied_b: Tensor, shape: Sequence[int]) -> Similarity:
     norm = torch.sqrt(untied_a * untied_b)
     all_tied = norm == 0
-    value = (comparable - 2 * discordant) / torch.where(all_tied, 1.0, norm)
+    value = agreement / torch.where(all_tied, 1.0, norm)
     return Similarity(value.reshape(shape), all_tied.long().reshape(shape))
 
 
-def _ranked(values: np.ndarray) -> tuple[np.ndarray, Tensor]:
+def _kendall_by_pairs(a: Tensor, b: Tensor) -> Similarity:
+    """The same by its definition, T^2 signs a row."""
+
+    def signs(rows: Tensor) -> Tensor:
+        return (rows[:, :, None] - rows[:, None, :]).sign().flatten(1).float()  # (rows, T * T)
+
+    sums = []
+    some = max(1, PAIRS // a.size(-1) ** 2)
+    for one, other in zip(a.flatten(0, -2).split(some), b.flatten(0, -2).split(some), strict=True):
+        in_a, in_b = signs(one), signs(other)
+        sums.append(torch.stack([part.double().sum(-1) / 2 for part in (in_a * in_b, in_a.abs(), in_b.abs())]))
+    agreement, untied_a, untied_b = torch.cat(sums, dim=1)
+    return _tau(agreement, untied_a, untied_b, a.shape[:-1])
+
+
+@remembered(3)
+def _ranked(weights: Tensor) -> tuple[np.ndarray, Tensor]:
     """Ranks (rows, T), equal for equal values and without gaps, and how many pairs are tied, (rows,)"""
+    values = weights.reshape(-1, weights.size(-1)).numpy()
     order = values.argsort(axis=-1)
     ordered = np.take_along_axis(values, order, -1)
     steps = np.zeros(values.shape, dtype=np.int32 if values.shape[-1] < 2**15 else np.int64)
@@ -270,22 +301,23 @@ def _tied_pairs(ordered: np.ndarray) -> Tensor:
 
 
 def _inversions(numbers: np.ndarray) -> np.ndarray:
-    """Number of pairs i < j with numbers[i] > numbers[j]: (rows, T) -> (rows,)
+    """Number of pairs i < j with numbers[i] > numbers[j], of numbers 0 .. T - 1: (rows, T) -> (rows,)
 
-    Pairs within blocks are compared one by one; then sorted blocks are merged two by two: what is larger on the left
-    than a number on the right is found by bisection.
+    Pairs within blocks are compared one by one; then blocks are merged two by two. Sorted, with what came from the
+    right behind its equals, a number from the right that moved up by m places has passed m larger ones on the left.
     """
     rows, size = numbers.shape
     width, whole = BLOCK, max(BLOCK, 1 << (size - 1).bit_length())
-    filled = np.full((rows, whole), np.iinfo(numbers.dtype).max, dtype=numbers.dtype)
+    filled = np.full((rows, whole), size, dtype=numbers.dtype)
     filled[:, :size] = numbers
     blocks = filled.reshape(rows, -1, width)
     inverted = (blocks[..., :, None] > blocks[..., None, :]) & np.triu(np.ones((width, width), dtype=bool), 1)
     counts = np.einsum("rbij->r", inverted.view(np.int8), dtype=np.int64)
     while width < whole:
-        ordered = np.sort(filled.reshape(-1, width), axis=-1).reshape(-1, 2, width)
-        left, right = (torch.from_numpy(np.ascontiguousarray(ordered[:, side])) for side in (0, 1))
-        larger = width - torch.searchsorted(left, right, right=True, out_int32=True).numpy()
-        counts += larger.reshape(rows, -1).sum(-1)
-        filled, width = ordered, 2 * width
+        place = np.arange(2 * width)
+        merged = (filled.reshape(-1, 2 * width) << 1) | (place >= width).astype(filled.dtype)  # the last bit: the right
+        merged.sort(axis=-1)
+        ends = (merged & 1).astype(np.float64) @ place.astype(np.float64)  # (blocks,) the sum of their new places
+        counts += (place[width:].sum() - ends).astype(np.int64).reshape(rows, -1).sum(-1)
+        filled, width = merged >> 1, 2 * width
     return counts

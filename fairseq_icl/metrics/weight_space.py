@@ -30,6 +30,10 @@ class WeightUpdates:
     icl: Tensor  # (L, H, D, D), the same for all examples: it depends on the demonstrations only
     ft: Tensor  # (n, L, H, D, D)
 
+    def on(self, device: torch.device | str) -> "WeightUpdates":
+        """The same on another device."""
+        return WeightUpdates(self.icl.to(device), self.ft.to(device))
+
 
 @metric("sim_weights", conditions=(), needs=("weights",), unit="cosine")
 def sim_weights(weights: WeightUpdates) -> Similarity:

@@ -12,13 +12,11 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.models.files import ModelFiles, find_files
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.models.state_edits import StateEdit
 from fairseq_icl.prompts import Writing
 from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
-
-SPREAD = "auto"
-"""The device that stands for all GPUs of a machine together."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,10 @@ class Model:
     """Of its weights and of everything that it computes."""
     weights: Mapping[str, Tensor] | None = None
     """Values that stand in for the parameters of these names; None: the module's own."""
+    edit: StateEdit | None = None
+    """What is done to its states at the last token of a query's input, by a method that changes no weight."""
     method: str = "none"
-    """How it was fine-tuned; "none": not at all."""
+    """How it was fine-tuned, or its states are edited; "none": not at all."""
     training_queries: Mapping[int, Tensor] | None = None
     """Recorded in fine-tuning: row of the train file -> scaled query vectors (layers, tokens, width), BOS included."""
     gradients: pd.DataFrame | None = None
@@ -70,7 +70,8 @@ class Model:
 
     def under(self, weights: Mapping[str, Tensor] | None, method: str = "none") -> "Model":
         """The same model under other weights."""
-        return replace(self, weights=weights, method=method, training_queries=None, gradients=None, skipped_updates=0)
+        plain = replace(self, edit=None, training_queries=None, gradients=None, skipped_updates=0)
+        return replace(plain, weights=weights, method=method)
 
 
 def load_model(
@@ -88,19 +89,30 @@ def load_model(
 ) -> Model:
     """The model in a checkpoint or a Hugging Face folder.
 
-    **Arguments**
-    - `path`: a fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
-      safetensors), "demo" for the shipped one, or "hub:OWNER/NAME", which is fetched.
-    - `init`: what is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines, whose other
-      weights are drawn from `seed`; `final_norm` says what becomes of the final layer norm in two of them.
-    - `attention`: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
-    - `precision`: "fp32", "fp16" (as the authors) or "bf16": of the weights, of fine-tuning and of what is observed.
-    - `name`: what tables call the model; by default the name of its folder.
-    - `bpe`: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
-      text at white space. A Hugging Face folder brings its own.
-    - `tokenizer`: folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
-    - `device`: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. "auto" spreads a Hugging
-      Face folder over all GPUs (accelerate).
+    Args:
+        path: A fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
+            safetensors), "demo" for the shipped one, or "hub:OWNER/NAME", which is fetched.
+        init: What is kept of the checkpoint: "pretrained" (everything) or one of the papers' baselines.
+        seed: Of the weights that a baseline draws at random.
+        final_norm: What becomes of the final layer norm in two of the baselines: "lost" (as in the authors' runs) or
+            "kept".
+        attention: "softmax", the model's own attention, or "linear": softmax and scale omitted (the relaxation).
+        precision: "fp32", "fp16" (as the authors) or "bf16": of the weights, of fine-tuning and of what is observed.
+        name: What tables call the model; by default the name of its folder.
+        bpe: fairseq's tokenizer, "gpt2" or "sentencepiece"; "auto" takes the one whose files are there, None splits
+            text at white space. A Hugging Face folder brings its own.
+        tokenizer: Folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
+        device: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. A model runs on
+            one device: it is not spread over several.
+
+    Returns:
+        The model, ready to be observed; it has learnt nothing yet.
+
+    Example:
+        ```python
+        model = fi.load_model("MODEL_DIR/model.pt")
+        baseline = fi.load_model("MODEL_DIR", init="untrained", seed=2)
+        ```
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
     settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)
@@ -109,13 +121,9 @@ def load_model(
 
 def load_from(files: ModelFiles, settings: Settings, device: str | None = None) -> Model:
     """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
+    where = choose_device(device or settings.device)
     with within_memory("loading the model"):
-        if device == SPREAD:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings, device_map=SPREAD)
-        else:
-            lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(
-                choose_device(device or settings.device)
-            )
+        lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(where)
     return Model(lm.eval(), files, *facts_of(settings))
 
 

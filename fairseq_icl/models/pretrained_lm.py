@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.compat.models import without_initialisation
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import Rule, rule_of, set_rule
-from fairseq_icl.models.attention_lm import trained_rule
+from fairseq_icl.models.attention import Rule, rule_of, set_rule, trained_rule
 from fairseq_icl.models.checkpoints import is_mapped, language_model_config, read_checkpoint, saved_model_options
 from fairseq_icl.models.hugging_face import HFModel, xglm
 from fairseq_icl.models.hugging_face.weights import check_files
@@ -78,7 +77,7 @@ class PretrainedLM(FairseqLanguageModel):
         return cls.load(task.files.source, task.source_dictionary, task.settings)
 
     @classmethod
-    def load(cls, source: Any, dictionary: Dictionary, settings: Settings, device_map: Any = None) -> "PretrainedLM":
+    def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
         """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
         decoder = load_decoder(
             source,
@@ -87,7 +86,6 @@ class PretrainedLM(FairseqLanguageModel):
             final_norm=settings.final_norm,
             seed=settings.seed,
             dtype=DTYPES[settings.precision],
-            device_map=device_map,
         )
         round_to(decoder, settings.precision)
         perturb(decoder, settings.perturbation)  # after rounding, which would undo it
@@ -174,7 +172,6 @@ def load_decoder(
     final_norm: str = "kept",
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
-    device_map: Any = None,
 ) -> FairseqDecoder:
     """The decoder of a checkpoint or folder in fp32, whole (`init="pretrained"`) or as one of the papers' baselines.
 
@@ -185,8 +182,6 @@ def load_decoder(
     as it is. Norms of queries and keys, which some families have, are none of the layers' own. What transformers runs
     is initialised as transformers does it, and read in `dtype` at once.
     """
-    if device_map is not None and (not isinstance(path, HFModel) or path.is_fairseqs or init == "untrained"):
-        raise UserError("device=auto: spreads a Hugging Face folder that transformers runs; name a device instead")
     if isinstance(path, HFModel):
         if dictionary != path.dictionary:
             raise UserError(
@@ -198,7 +193,7 @@ def load_decoder(
         from fairseq_icl.models.transformers_lm import load_folder
 
         check_files(path.weight_files())
-        return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype, device_map=device_map)
+        return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype)
     state = read_checkpoint(path)
     config = language_model_config(state, path)
     weights = {name.removeprefix("decoder."): tensor for name, tensor in state["model"].items()}

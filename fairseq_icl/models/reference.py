@@ -1,6 +1,5 @@
 """A model's numbers held against others: those of transformers' own code, or those of another device."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,21 +28,6 @@ def difference_from_transformers(model: HFModel, decoder: FairseqDecoder) -> tup
     expected = _of_next(other(tokens).logits, tokens)
     own = _of_next(decoder(torch.tensor([rows]))[0], torch.tensor([rows]))
     return float((own - expected).abs().max()), f"transformers {transformers.__version__}"
-
-
-@torch.no_grad()
-def difference_between(decoder: FairseqDecoder, rows: Sequence[int], first: str, second: str) -> float:
-    """Largest difference, in nats, of a token's log-probability computed on two devices ("cpu", "cuda").
-
-    `rows` are the tokens of one prompt, BOS first. The decoder ends where it was.
-    """
-    home = next(decoder.parameters()).device
-    found = []
-    for device in (first, second):
-        tokens = torch.tensor([list(rows)], device=device)
-        found.append(_of_next(decoder.to(device)(tokens)[0], tokens).cpu())
-    decoder.to(home)
-    return float((found[0] - found[1]).abs().max())
 
 
 def _of_next(logits: Any, tokens: Tensor) -> Tensor:

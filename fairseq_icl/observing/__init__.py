@@ -19,6 +19,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.attention import rule_of
 from fairseq_icl.models.linearized_lm import LinearizedLM
+from fairseq_icl.models.state_edits import StateEdit, edited
 from fairseq_icl.observing.activations import read_activations
 from fairseq_icl.observing.layers import inner_features, last_feed_forward_at, scores_by_depth, states_at
 from fairseq_icl.observing.layout import Layout, Packed, filled_up, lay_out, plan_batches
@@ -40,6 +41,8 @@ __all__ = ["Observation", "Observer", "observe"]
 
 TOP_TOKENS = 10
 """How many of the most likely next tokens are kept: K of Shen et al. (2023)."""
+AT_ONCE = 8
+"""Demonstrations whose likelihood is computed together."""
 
 Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
 """Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, scores over the context
@@ -193,11 +196,10 @@ class Observer:
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
         if self.stem is None:
-            run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth)
+            run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth, model.edit)
         else:
-            run = _on_stem(
-                decoder, layout.after(self.opening), self.stem, self.context, self.context_row, self.by_depth
-            )
+            rest = layout.after(self.opening)
+            run = _on_stem(decoder, rest, self.stem, self.context, self.context_row, self.by_depth, model.edit)
         was_training = model.lm.training
         model.lm.eval()
         logits, record, context_scores, inner = model.evaluate(run)
@@ -226,6 +228,7 @@ class Observer:
             method=model.method,
             init=model.init,
             precision=model.precision,
+            device=str(log_probs.device),
             skipped_updates=model.skipped_updates,
             demonstration_logprob=demonstration_logprob,
         )
@@ -236,17 +239,25 @@ class Observer:
         if settings.queries != "train" or self.context != self.prompts.start:
             return None
         sequences = [finetuning_sequence(query, query.gold, settings.loss_on, self.context) for query in queries]
-        tokens = filled_up([sequence.tokens for sequence in sequences])
-        scored = filled_up([sequence.scored for sequence in sequences])[:, 1:]
+        device, found = next(decoder.parameters()).device, torch.zeros(len(sequences))
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index].tokens))
+        # A few of like length at a time: all tokens have a probability of every word of the dictionary.
+        for start in range(0, len(order), AT_ONCE):
+            places = order[start : start + AT_ONCE]
+            given = filled_up([sequences[place].tokens for place in places]).to(device)
+            scored = filled_up([sequences[place].scored for place in places])[:, 1:]
 
-        def run() -> Tensor:
-            with positions_from(decoder, 0):
-                return decoder(given[:, :-1])[0]
+            chosen = [queries[place] for place in places]
+            last = torch.tensor([len(self.context) + len(query.inputs[query.gold]) - 1 for query in chosen])
 
-        given = tokens.to(next(decoder.parameters()).device)
-        log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)
-        of_tokens = log_probs.gather(2, given[:, 1:, None])[..., 0].float().cpu()
-        return (of_tokens * scored).sum(1) / scored.sum(1)
+            def run(tokens: Tensor = given[:, :-1], last: Tensor = last) -> Tensor:
+                with edited(decoder, self.model.edit, torch.arange(len(last)), last), positions_from(decoder, 0):
+                    return decoder(tokens)[0]
+
+            log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)
+            of_tokens = log_probs.gather(2, given[:, 1:, None])[..., 0].float().cpu()
+            found[places] = (of_tokens * scored).sum(1) / scored.sum(1)
+        return found
 
 
 def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
@@ -260,18 +271,27 @@ def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:
 
 
 def _whole_prompt(
-    decoder: Any, layout: Layout, context: tuple[int, ...], context_row: bool, by_depth: bool
+    decoder: Any,
+    layout: Layout,
+    context: tuple[int, ...],
+    context_row: bool,
+    by_depth: bool,
+    edit: StateEdit | None = None,
 ) -> Callable[[], Seen]:
     """The plain pass: context and query in one sequence, by the decoder's own code."""
+    if edit is not None and edit.sees_heads:
+        raise UserError("an edit of heads: this model's attention does not hand them over; use another model")
     device = next(decoder.parameters()).device
     tokens = layout.tokens(before=context).to(device)
     start = len(context)
     rows = (layout.logit_sequence.to(device), (layout.logit_position + start).to(device))
     recorded = (layout.recorded_sequence.to(device), (layout.recorded_position + start).to(device))
+    changed = (layout.edited_sequence.to(device), (layout.edited_position + start).to(device))
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, *recorded)
         with (
+            edited(decoder, edit, *changed),
             probe,
             positions_from(decoder, 0),
             last_feed_forward_at(decoder, *rows),
@@ -288,24 +308,36 @@ def _whole_prompt(
 
 
 def _on_stem(
-    decoder: Any, layout: Layout, stem: Prefix, context: Tokens, context_row: bool, by_depth: bool
+    decoder: Any,
+    layout: Layout,
+    stem: Prefix,
+    context: Tokens,
+    context_row: bool,
+    by_depth: bool,
+    edit: StateEdit | None = None,
 ) -> Callable[[], Seen]:
     """The pass on what the queries share: only the tokens after the stem, of which `layout` is."""
     packed, start = Packed.of(layout.sequences), len(context)
     rows = packed.row(layout.logit_sequence, layout.logit_position)
     recorded = packed.row(layout.recorded_sequence, layout.recorded_position)
+    changed = packed.row(layout.edited_sequence, layout.edited_position)
     past = packed.past(layout.recorded_sequence, layout.recorded_position)
     read = torch.cat([recorded, rows]).unique()
     # Once for all layers: an index on the host would be copied, and waited for, wherever it is used.
     device = next(decoder.parameters()).device
-    rows, recorded, past, read = (index.to(device) for index in (rows, recorded, past, read))
+    rows, recorded, changed, past, read = (index.to(device) for index in (rows, recorded, changed, past, read))
 
     def at(rows: Tensor) -> tuple[Tensor, Tensor]:  # in the pass every token is a sequence of its own
         return rows, torch.zeros_like(rows)
 
     def run() -> Seen:
         probe = AttentionProbe(decoder, *at(recorded), past=at(past))
-        with probe, last_feed_forward_at(decoder, *at(rows)), states_at(decoder, *at(rows)) as states:
+        with (
+            edited(decoder, edit, *at(changed)),
+            probe,
+            last_feed_forward_at(decoder, *at(rows)),
+            states_at(decoder, *at(rows)) as states,
+        ):
             features = features_on_prefix(decoder, packed, stem, read)
         logits = decoder.output_layer(features[at(rows)])
         inner = inner_features(decoder, states) if by_depth else None

@@ -18,6 +18,7 @@ from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.attention import Rule, band
+from fairseq_icl.models.state_edits import edited
 from fairseq_icl.observing.layout import filled_up, recorded_tokens
 from fairseq_icl.observing.prefix import positions_from, replaced_attention, supports_prefix
 from fairseq_icl.observing.probe import attention_modules
@@ -75,8 +76,10 @@ def read_activations(
     _check_size(decoder, names, len(queries), most, longest)
     model.lm.eval()
     arrays: dict[str, Any] = {name: [] for name in names}
-    for tokens, at in zip(prompted, places, strict=True):
-        for name, array in _one_prompt(model, tokens, at, names).items():
+    position = prompts.settings.position
+    for query, tokens, at in zip(queries, prompted, places, strict=True):
+        last = len(before) + len(query.inputs[query.gold if position == "gold" else 0]) - 1
+        for name, array in _one_prompt(model, tokens, at, names, last).items():
             if name == "scores":
                 array = F.pad(array, (0, longest - len(tokens)), value=-torch.inf)
             arrays[name].append(F.pad(array, (0, 0, 0, most - len(at)), value=torch.nan))
@@ -127,8 +130,8 @@ def _feed_forward_of(layer: Any) -> Any:
     return getattr(layer, "fc2", None) if block is None else block[1]
 
 
-def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[str]) -> dict[str, Tensor]:
-    """By name (L, P, d), of heads (L, H, P, D), of scores (L, H, P, T)."""
+def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[str], last: int) -> dict[str, Tensor]:
+    """By name (L, P, d), of heads (L, H, P, D), of scores (L, H, P, T); `last` is where the query's input ends."""
     decoder, at = model.lm.decoder, list(places)
     device = next(decoder.parameters()).device
     windows: dict[int, int | None] = {}
@@ -150,13 +153,14 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
             return attended
 
         with ExitStack() as hooks:
+            hooks.enter_context(edited(decoder, model.edit, *torch.tensor([[0], [last]], device=device)))
             hooks.enter_context(positions_from(decoder, 0))
             hooks.enter_context(decoder.layers[0].register_forward_pre_hook(lambda _, args: keep("residual", args[0])))
             for layer, attention in zip(decoder.layers, attention_modules(decoder), strict=True):
                 outputs = {"attention_output": attention, "mlp": _feed_forward_of(layer), "residual": layer}
                 for name in set(names) & set(outputs):
                     hooks.enter_context(outputs[name].register_forward_hook(partial(_hear, partial(keep, name))))
-            if {"heads", "scores"} & set(names):
+            if {"heads", "scores"} & set(names) or (model.edit is not None and model.edit.sees_heads):
                 hooks.enter_context(replaced_attention(decoder, attend))
             decoder.extract_features(torch.tensor([tokens], device=device), None)
         return {name: torch.stack(kept[name]) for name in names}

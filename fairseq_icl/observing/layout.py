@@ -89,6 +89,8 @@ class Layout:
     entry_weight: Tensor  # (E,) 1 / number of label tokens: an option's score is a mean
     recorded_sequence: Tensor  # (n,)
     recorded_position: Tensor  # (n,)
+    edited_sequence: Tensor  # (A,) every sequence that has the last token of an input, of which there may be several
+    edited_position: Tensor  # (A,) where that token, which predicts the label, is
 
     def tokens(self, before: Sequence[int] = ()) -> Tensor:
         """The sequences, each after the tokens `before`, filled up on the right: (B, T)."""
@@ -104,6 +106,7 @@ class Layout:
             sequences=tuple(sequence[length:] for sequence in self.sequences),
             logit_position=self.logit_position - length,
             recorded_position=self.recorded_position - length,
+            edited_position=self.edited_position - length,
         )
 
     @property
@@ -155,6 +158,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
     logit_rows: dict[tuple[int, int], int] = {}  # sequence and position -> row
     entries: list[tuple[int, int, int, int]] = []
     recorded: list[tuple[int, int]] = []
+    edited: list[tuple[int, int]] = []
     for number, query in enumerate(queries):
         if not all(query.inputs) or not all(query.labels):
             raise UserError(
@@ -164,6 +168,13 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
         sequences += own
         shown = recorded_tokens(query, position)
         recorded.append((first + bisect_left(own, shown), len(shown) - 1))
+        inputs = dict.fromkeys(query.inputs)
+        edited += [
+            (first + place, len(tokens) - 1)
+            for place, sequence in enumerate(own)
+            for tokens in inputs
+            if sequence[: len(tokens)] == tokens
+        ]
         for option, (tokens, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
             for offset, token in enumerate(label):
                 before = tokens + label[:offset]
@@ -173,6 +184,7 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
     logit_sequence, logit_position = torch.tensor(list(logit_rows)).unbind(1)
     entry_query, entry_option, entry_logits, entry_token = torch.tensor(entries).unbind(1)
     recorded_sequence, recorded_position = torch.tensor(recorded).unbind(1)
+    edited_sequence, edited_position = torch.tensor(edited).unbind(1)
     return Layout(
         sequences=tuple(sequences),
         num_options=torch.tensor([len(query.labels) for query in queries]),
@@ -185,6 +197,8 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
         entry_weight=torch.tensor(weights),
         recorded_sequence=recorded_sequence,
         recorded_position=recorded_position,
+        edited_sequence=edited_sequence,
+        edited_position=edited_position,
     )
 
 

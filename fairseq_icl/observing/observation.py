@@ -75,6 +75,8 @@ class Observation:
     """What was kept of its checkpoint."""
     precision: str = "fp32"
     """In which the model computed it; the tensors here are fp32, of values that this precision has."""
+    device: str = "cpu"
+    """Where the model computed it, and where metrics of it are computed."""
     skipped_updates: int = 0
     """Steps that fine-tuning left out: their gradients overflowed."""
     activations: "Activations | None" = None
@@ -115,6 +117,13 @@ class Observation:
         """The examples from `start` to before `stop`, as views: nothing is copied."""
         some: dict[str, Any] = {name: value[start:stop] for name, value in self.tensors().items()}
         return replace(self, **some, activations=None, stores=())
+
+    def on(self, device: torch.device | str) -> "Observation":
+        """The same with its tensors on a device; itself on the CPU."""
+        if torch.device(device).type == "cpu":
+            return self
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
+        return replace(self, **moved, stores=())
 
     def parts(self) -> Iterator[tuple[int, "Observation"]]:
         """All examples, some at a time: the number of the first, and the part."""

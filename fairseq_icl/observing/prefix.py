@@ -26,6 +26,7 @@ from fairseq_icl.models.attention import (
     rule_of,
     softmax_attention,
 )
+from fairseq_icl.models.state_edits import StateEdit, edited
 from fairseq_icl.observing.layers import last_feed_forward_at, only_at
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
@@ -123,6 +124,15 @@ def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix, read: Tenso
         return seen.attend(rule, query, key, value, sinks, rows)
 
     return _run(decoder, packed, prefix.length, attend, read)
+
+
+def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]], edit: StateEdit) -> Tensor:
+    """Features (B, d) at the last tokens of sequences that each follow the prefix, with the edit at these tokens."""
+    packed = Packed.of(sequences)
+    ends = packed.first + torch.tensor([len(sequence) - 1 for sequence in sequences])
+    ends = ends.to(next(decoder.parameters()).device)
+    with edited(decoder, edit, ends, torch.zeros_like(ends)):
+        return features_on_prefix(decoder, packed, prefix, ends.unique())[ends, 0]
 
 
 def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor], read: Tensor | None) -> Tensor:

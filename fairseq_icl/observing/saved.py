@@ -116,9 +116,19 @@ def _pieces(seen: Observation) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def load_observations(path: str | Path) -> tuple[Tensor, dict[str, Observation]]:
-    """(example, observations by condition) of a file that `save_observations` wrote.
+    """What a file of observations holds; nothing stays mapped, or it would change with the file.
 
-    Nothing stays mapped: it would change, or end the process (SIGBUS), with the file.
+    Args:
+        path: What `fairseq-icl score --save-activations` wrote.
+
+    Returns:
+        The examples (n,), positions in the validation set, and by condition ("zsl", "icl", "ft") the observations.
+
+    Example:
+        ```python
+        example, seen = load_observations("observations.safetensors")
+        seen["icl"].attention_output  # (n, layers, width)
+        ```
     """
     try:
         with safe_open(path, "pt") as file:

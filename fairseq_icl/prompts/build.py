@@ -63,7 +63,12 @@ class Prompts:
     def text(self, number: int = 0, *, boundaries: bool = False) -> str:
         """What the model reads for query `number`, to be printed: ICL prompt, query, options, a fine-tuning sequence.
 
-        `boundaries`: a | between tokens.
+        Args:
+            number: Of the query, from 0.
+            boundaries: A | between tokens.
+
+        Returns:
+            Some lines of text.
         """
         if self.spell is None:
             raise UserError(

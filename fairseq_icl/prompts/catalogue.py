@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "fairseq_icl.datasets"
 FOLDER = Path(__file__).parent / "datasets"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
-HUB_SPLITS: dict[Literal["train", "valid"], str] = {"train": "train", "valid": "validation"}
-Kind = TypeVar("Kind")
+Split = Literal["train", "valid"]
+HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation"}
 NOT_OF_PROMPTS = {"hub", "rows", "papers", "note", "source", "options"}
 """Keys that do not decide what prompts look like, and the one whose parts stand in `fingerprint` by name."""
 
@@ -53,10 +53,6 @@ def _file_in_repository(value: str) -> str:
     return value
 
 
-def _all_splits(given: dict[Literal["train", "valid"], str]) -> dict[Literal["train", "valid"], str]:
-    return HUB_SPLITS | given
-
-
 def _one_or_more(value: Any) -> str | tuple[str, ...]:
     return value if isinstance(value, str) and value.strip() else _texts(value)
 
@@ -67,30 +63,15 @@ Hash = Annotated[str, BeforeValidator(_hash)]
 FileInRepository = Annotated[Text, AfterValidator(_file_in_repository)]
 
 
-class BySplit(Typed, Generic[Kind]):
-    """Something of each split."""
-
-    train: Kind | None = None
-    valid: Kind | None = None
-
-    def get(self, split: str) -> Kind | None:
-        """That of a split, None where it is not known."""
-        found: Kind | None = getattr(self, split)
-        return found
-
-    def of(self, split: str) -> Kind:
-        """That of a split, of which it is known."""
-        found = self.get(split)
-        assert found is not None
-        return found
-
-
 class Options(Typed):
     """Options that every row brings itself."""
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_one_or_more)] = Field(alias="from")
+    """Where they stand: one field holding a list, or one field an option; () where rows have none of their own."""
     label: str = "{option}"
+    """The text to be scored for an option."""
     names: str = ""
+    """The field with the options' names (A, B, C...) that the gold label refers to."""
 
 
 class Hub(Typed):
@@ -98,12 +79,12 @@ class Hub(Typed):
 
     repo: Text
     revision: Text
-    files: BySplit[FileInRepository]
-    sha256: BySplit[Hash] = BySplit()
+    files: dict[Split, FileInRepository]
+    sha256: dict[Split, Hash] = Field({})
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Hub":
-        if None in (self.files.train, self.files.valid):
+        if len(self.files) < len(HUB_SPLITS):
             raise ValueError("files must name the file of train and that of valid")
         return self
 
@@ -139,31 +120,16 @@ class DatasetSpec(Typed):
     """One word a class; empty where every row brings its own options."""
     label_names: Texts = ()
     """The classes' names as the data files may spell them; a file may always use 0..C-1 as well."""
-    options: Options | None = None
+    options: Options = Options.model_construct(source=())
     cut: dict[str, Text] = Field({})
     """Fields cut in two at a mark: {"sentence": "_"} makes sentence_before and sentence_after."""
-    splits: Annotated[dict[Literal["train", "valid"], Text], AfterValidator(_all_splits)] = Field(HUB_SPLITS)
+    splits: Annotated[dict[Split, Text], AfterValidator(lambda given: HUB_SPLITS | given)] = Field(HUB_SPLITS)
     """The names that the Hugging Face version gives to our splits `train` and `valid`."""
     hub: Hub | None = None
-    rows: BySplit[KnownRows] = BySplit()
+    rows: dict[Split, KnownRows] = Field({})
     papers: dict[str, dict[str, Any]] = Field({})
     """Published settings a paper: k, seeds, learning_rate; empty beyond the papers' six datasets."""
     note: str = ""
-
-    @property
-    def options_from(self) -> str | tuple[str, ...]:
-        """Where a row's own options stand: one field holding a list, or one field an option."""
-        return () if self.options is None else self.options.source
-
-    @property
-    def options_label(self) -> str:
-        """The text to be scored for an option."""
-        return "{option}" if self.options is None else self.options.label
-
-    @property
-    def options_names(self) -> str:
-        """The field with the options' names (A, B, C...) that the gold label refers to."""
-        return "" if self.options is None else self.options.names
 
     @property
     def has_classes(self) -> bool:
@@ -173,31 +139,33 @@ class DatasetSpec(Typed):
     @property
     def columns(self) -> tuple[str, ...]:
         """The top-level fields that have to be read, in a fixed order and each once."""
-        options = (self.options_from,) if isinstance(self.options_from, str) else self.options_from
-        paths = (*self.fields, *options, self.options_names, self.label)
+        source = self.options.source
+        paths = (*self.fields, *((source,) if isinstance(source, str) else source), self.options.names, self.label)
         return tuple(dict.fromkeys(path.split(".")[0] for path in paths if path))
 
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
         described = self.model_dump(exclude=NOT_OF_PROMPTS)
-        described |= {name: getattr(self, name) for name in ("options_from", "options_label", "options_names")}
+        options = self.options
+        described |= {"options_from": options.source, "options_label": options.label, "options_names": options.names}
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DatasetSpec":
+        source = self.options.source
         for file_name in (self.name, *self.splits.values()):
             if re.search(r"[/\\\x00]|^[.=+@-]", file_name):
                 raise ValueError(f"{file_name!r} is part of file names and tables: no / or \\, none of . = + - @ first")
-        if self.has_classes == bool(self.options_from):
+        if self.has_classes == bool(source):
             raise ValueError("give either label_words (the same for all rows) or options (of each row)")
         if self.has_classes and len(self.label_words) < 2:
             raise ValueError("label_words must hold at least two words")
-        if isinstance(self.options_from, tuple) and len(self.options_from) == 1:
+        if isinstance(source, tuple) and len(source) == 1:
             raise ValueError("options.from must name a list field, or at least two fields")
-        if self.label_names and isinstance(self.options_from, str) and self.options_from:
+        if self.label_names and isinstance(source, str) and source:
             raise ValueError("label_names needs a fixed number of options; with a list field use options.names")
-        number = len(self.label_words) or len(self.options_from)
+        number = len(self.label_words) or len(source)
         if self.label_names and len(self.label_names) != number:
             raise ValueError(f"label_names has {len(self.label_names)} entries for {number} labels")
         for words in (self.label_words, self.label_names):
@@ -207,8 +175,8 @@ class DatasetSpec(Typed):
         if unknown := set(self.cut) - set(self.fields):
             raise ValueError(f"cut.{min(unknown)}: not among fields")
         known = {*self.fields, *(f"{name}_{part}" for name in self.cut for part in ("before", "after"))}
-        known |= {"option"} if self.options_from else set()
-        for key, template in (("template", self.template), ("options.label", self.options_label)):
+        known |= {"option"} if source else set()
+        for key, template in (("template", self.template), ("options.label", self.options.label)):
             allowed = known | {"option"} if key == "options.label" else known
             for placeholder in PLACEHOLDER.findall(template):
                 if placeholder not in allowed:
@@ -229,7 +197,7 @@ class DatasetSpec(Typed):
         options = []
         for option in row.options:
             values = {**row.texts, "option": option}
-            options.append((fill(self.template, values), " " + fill(self.options_label, values).strip()))
+            options.append((fill(self.template, values), " " + fill(self.options.label, values).strip()))
         return tuple(options)
 
 

@@ -89,13 +89,15 @@ class FinetuningSequence:
     """Row in the training file, before shuffling."""
     tokens: Tokens
     scored: tuple[bool, ...]
+    label_length: int = 1
+    """How many of its last tokens are the label."""
 
 
 def finetuning_sequence(demonstration: Query, label: int, loss_on: str, start: Tokens) -> FinetuningSequence:
     """What fine-tuning sees of a demonstration with that label, and which of its tokens carry the loss."""
     inputs, labels = demonstration.inputs[label], demonstration.labels[label]
     scored = (*[False] * len(start), *[loss_on == "all"] * len(inputs), *[True] * len(labels))
-    return FinetuningSequence(demonstration.row, (*start, *inputs, *labels), scored)
+    return FinetuningSequence(demonstration.row, (*start, *inputs, *labels), scored, len(labels))
 
 
 class RowEncoder:

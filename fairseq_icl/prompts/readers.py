@@ -22,9 +22,8 @@ import pyarrow.parquet
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import sha256_of
-from fairseq_icl.prompts.catalogue import DatasetSpec
+from fairseq_icl.prompts.catalogue import DatasetSpec, Split
 
-Split = Literal["train", "valid"]
 SPLITS: tuple[Split, ...] = ("train", "valid")
 Record = tuple[int, dict[str, Any]]  # line number in the file (row number in Parquet), fields
 
@@ -68,16 +67,16 @@ def find_split(folder: Path, spec: DatasetSpec, split: Split) -> list[Path]:
         raise UserError(f"{folder}: no such folder; give the folder that holds the data files")
     stems = tuple(dict.fromkeys((split, spec.splits[split])))
     for stem in stems:
-        places = (folder / spec.name / stem, folder / f"{spec.name}_{stem}", folder / stem)
-        for place in (*places, folder / spec.name / "data" / stem, folder / "data" / stem):
+        usual = (folder / spec.name / stem, folder / f"{spec.name}_{stem}", folder / stem)
+        for base in (*usual, folder / spec.name / "data" / stem, folder / "data" / stem):
             for suffix in READERS:
-                if (path := place.with_name(f"{place.name}{suffix}")).is_file():
+                if (path := base.with_name(f"{base.name}{suffix}")).is_file():
                     return [path]
-            if pieces := sorted(place.parent.glob(f"{_escape(place.name)}-[0-9]*-of-[0-9]*.parquet")):
+            if pieces := sorted(base.parent.glob(f"{_escape(base.name)}-[0-9]*-of-[0-9]*.parquet")):
                 return pieces
-    wanted = " or ".join(f"{spec.name}/{stem}.*" for stem in stems)
+    missing = " or ".join(f"{spec.name}/{stem}.*" for stem in stems)
     raise UserError(
-        f"{folder}: no file for the {split} split of {spec.name}; put {wanted} there (.jsonl, .tsv, .csv or .parquet)"
+        f"{folder}: no file for the {split} split of {spec.name}; put {missing} there (.jsonl, .tsv, .csv or .parquet)"
     )
 
 
@@ -178,7 +177,7 @@ READERS = {".jsonl": _read_jsonl, ".tsv": _read_tsv, ".csv": _read_csv, ".parque
 
 def _check_row(spec: DatasetSpec, fields: dict[str, Any], index: int, path: Path, line: int) -> Row:
     where = f"{path}:{line}"
-    texts = {name: _text(fields, name, where) for name in spec.fields}
+    texts = {name: _check_text(_value(fields, name, where), name, where) for name in spec.fields}
     for name, mark in spec.cut.items():
         before, found, after = texts[name].partition(mark)
         if not found:
@@ -186,14 +185,14 @@ def _check_row(spec: DatasetSpec, fields: dict[str, Any], index: int, path: Path
         texts[f"{name}_before"], texts[f"{name}_after"] = before, after
     if spec.has_classes:
         options = spec.label_words
-    elif isinstance(spec.options_from, str):
-        options = _texts(fields, spec.options_from, where)
+    elif isinstance(spec.options.source, str):
+        options = _texts(fields, spec.options.source, where)
     else:
-        options = tuple(_text(fields, name, where) for name in spec.options_from)
-    names = _texts(fields, spec.options_names, where) if spec.options_names else spec.label_names
+        options = tuple(_check_text(_value(fields, name, where), name, where) for name in spec.options.source)
+    names = _texts(fields, spec.options.names, where) if spec.options.names else spec.label_names
     if names and len(names) != len(options):
         raise UserError(
-            f"{where}: {len(names)} names in {spec.options_names!r} for {len(options)} options; they must pair"
+            f"{where}: {len(names)} names in {spec.options.names!r} for {len(options)} options; they must pair"
         )
     return Row(
         index, (path, line), texts, options, _gold(_value(fields, spec.label, where), names, len(options), where)
@@ -209,10 +208,6 @@ def _value(fields: dict[str, Any], path: str, where: str) -> Any:
             raise UserError(f"{where}: field {path!r} is missing; {has}")
         value = value[key]
     return value
-
-
-def _text(fields: dict[str, Any], name: str, where: str) -> str:
-    return _check_text(_value(fields, name, where), name, where)
 
 
 def _texts(fields: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
@@ -312,7 +307,8 @@ def compare_rows(
         return Comparison("other", f"not the papers' rows: {len(rows):,}, the papers' file has {known.count:,}")
     if known.sha256 and (record or record_rows(spec, rows)).sha256 == known.sha256:
         return Comparison("same", "row for row those of the papers")
-    if (pinned := spec.hub and spec.hub.sha256.get(split)) and _sum_of_file(folder, spec, split) == pinned:
+    files = find_split(folder, spec, split)
+    if (pinned := spec.hub and spec.hub.sha256.get(split)) and [sha256_of(file) for file in files] == [pinned]:
         return Comparison("same", "row for row those of the papers (the hub's own file)")
     if known.sha256:
         return Comparison("other", "not the papers' rows: as many, but other ones or in another order")
@@ -323,8 +319,3 @@ def compare_rows(
         told = f"the {len(known.single)} that are known are in place"
         return Comparison("fitting", f"as many rows as the papers' file; {told}")
     return Comparison("unknown", "as many rows as the papers' file; whether they are in its order is not known")
-
-
-def _sum_of_file(folder: Path, spec: DatasetSpec, split: Split) -> str | None:
-    files = find_split(folder, spec, split)
-    return sha256_of(files[0]) if len(files) == 1 else None

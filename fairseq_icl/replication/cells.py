@@ -19,12 +19,12 @@ from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec
 from fairseq_icl.prompts.readers import find_split
 from fairseq_icl.prompts.sampling import read_rows
-from fairseq_icl.settings import OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
-from fairseq_icl.training.methods import get_method, method_names
+from fairseq_icl.settings import CONTEXT, OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
+from fairseq_icl.training.methods import Method, get_method, method_names
 
 KEY_LENGTH = 20
 OWN = "fairseq_icl."
-STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 2}
+STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 3}
 """The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
 when); what was computed with another version is then computed again."""
 OBSERVING = ("prompts", "weights", "observing")
@@ -79,8 +79,9 @@ class Cell:
 
         Two cells with the same result share the observation.
         """
-        settings = self.settings.relevant_to(OBSERVED[condition])
         method = self.method if condition == "ft" else condition
+        of_prompt = (CONTEXT,) if condition == "ft" and get_method(method).reads_prompt else ()
+        settings = self.settings.relevant_to((*OBSERVED[condition], *of_prompt))
         if condition == "ft":
             idle = {name: known.default for name, known in OF_TRAINING.items() if not get_method(method).reads(known)}
             settings = replace(settings, **idle)
@@ -118,7 +119,7 @@ class Keys:
                 prints["demonstrations"] = read_rows(described.settings.demonstrations)
             if kind not in ("zsl", "icl"):
                 methods = {cell.method, *get_method(cell.method).trained, described.settings.layer_clip_value}
-                prints["methods"] = [asdict(get_method(name)) for name in method_names() if name in methods]
+                prints["methods"] = [_described(get_method(name)) for name in method_names() if name in methods]
             self._keys[cell, kind] = _hash(described.configuration(), prints)
         return self._keys[cell, kind]
 
@@ -137,6 +138,16 @@ class Keys:
         stages = ", ".join(f"{stage} {STAGES[stage]}" for stage in PASSED[kind])
         prints = {"model": self.files.sha256, "dictionary": dictionary, "data": data_hash(self.data, cell.spec)}
         return prints | named | {"bpe": str(self.files.bpe), "stages": stages}
+
+
+def _described(method: Method) -> dict[str, Any]:
+    """A method as its cells' keys have it; what other packages do to states is told by their code."""
+    facts = asdict(method)
+    edit = facts.pop("edit")
+    if edit is None:
+        return facts
+    is_own = getattr(edit, "__module__", "").startswith(OWN)
+    return facts | {"edit": edit.__qualname__ if is_own else _hash(_source_of(edit))}
 
 
 def _hash(*content: Any) -> str:

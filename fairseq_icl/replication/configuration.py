@@ -5,11 +5,10 @@ store as the group `settings`.
 """
 
 import itertools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -18,17 +17,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.fetching import HUB, split_name
-from fairseq_icl.files import PACKAGE, read_yaml
+from fairseq_icl.fetching import HUB
+from fairseq_icl.replication.find_model import (
+    FOLDER,
+    MODEL_FILE,
+    ModelConfiguration,
+    PathText,
+    name_model,
+    with_model_file,
+)
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
 from fairseq_icl.typed import Typed, validated
 
-FOLDER = PACKAGE / "config"
 CONFIG_NAME = "replicate"
-MODEL_FILE = (".yaml", ".yml")
 GRID = ("seed", "permutation", "init")
 """Settings of which the papers have several values; null is what the paper says."""
 NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
@@ -45,17 +49,12 @@ OTHER_NAMES = {"k": "num_demonstrations", "dataset": "datasets", "cluster": "clu
 """Words that people type, and the keys they mean. (Hydra would take dataset= for a choice of a file in dataset/.)"""
 
 
-def register_settings() -> None:
-    """Make every setting a key of Hydra's configuration."""
-    # null: not said. Differences between code and paper follow the reading, some others the paper's settings.
-    defaults = {
-        name: None if known.is_reading or name in (*FROM_PAPER, "device") else known.default
-        for name, known in SETTINGS.items()
-    }
-    ConfigStore.instance().store(name="settings", node={**defaults, "init": ["pretrained"]}, provider="fairseq_icl")
-
-
-register_settings()
+# null: not given. Differences between code and paper follow the reading, some others the paper's settings.
+DEFAULTS = {
+    name: None if known.paper is not None or name in (*FROM_PAPER, "device") else known.default
+    for name, known in SETTINGS.items()
+}
+ConfigStore.instance().store(name="settings", node={**DEFAULTS, "init": ["pretrained"]}, provider="fairseq_icl")
 
 
 def friendly(overrides: Sequence[str]) -> list[str]:
@@ -78,11 +77,15 @@ def friendly(overrides: Sequence[str]) -> list[str]:
         sign, key, value = match["sign"], OTHER_NAMES.get(match["key"], match["key"]), match["value"]
         _check_choice(key, value)
         if key == "model" and "," not in value and _is_path(value):
-            result += _model_at(value, overrides)
+            result.append("model=checkpoint")
+            if value.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
+                result.append(f"model.file={quoted(value)}")
+            if not value.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
+                result.append(f"model.path={quoted(value)}")
             continue
-        if key in COMMA_TEXTS and BARE_LIST.fullmatch(value):
+        if BARE_LIST.fullmatch(value) and key in COMMA_TEXTS:
             value = quoted(value)
-        elif (key in LISTS or key in SETTINGS) and BARE_LIST.fullmatch(value):
+        elif BARE_LIST.fullmatch(value) and (key in LISTS or key in SETTINGS):
             value = f"[{value}]"
         elif key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
             value = quoted(value)
@@ -99,16 +102,6 @@ def _check_choice(key: str, value: str) -> None:
         if known and word not in known and not _is_path(word):
             also = "" if key != "model" else "; or give a path of a checkpoint or of a folder, or hub:OWNER/NAME"
             raise UserError(f"{key}={word}: unknown {key}; {nearest(word, known)}{also}")
-
-
-def _model_at(path: str, overrides: Sequence[str]) -> list[str]:
-    """`model=PATH` in Hydra's words."""
-    words = ["model=checkpoint"]
-    if path.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
-        words.append(f"model.file={quoted(path)}")
-    if not path.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
-        words.append(f"model.path={quoted(path)}")
-    return words
 
 
 def _is_path(model: str) -> bool:
@@ -171,28 +164,6 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return dict(values)
 
 
-def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
-    """The model with what a YAML file of the user's says of it (model=FILE.yaml, or a path that names one).
-
-    What the command says beside the file counts before what the file says.
-    """
-    path = model.get("path")
-    file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
-    if file is None:
-        return model
-    if not isinstance(file, str):
-        raise UserError(f"model.file={file}: must be a text, the path of a model's YAML file")
-    said = read_yaml(Path(file))
-    if not isinstance(said, dict) or not isinstance(said.get("path"), str):
-        raise UserError(f"{file}: not a model's YAML file; it needs at least the line path: CHECKPOINT_OR_FOLDER")
-    for key in said:
-        if key not in ModelConfiguration.model_fields:
-            raise UserError(f"{file}: unknown key {key}; {nearest(str(key), ModelConfiguration.model_fields)}")
-    unsaid = read_yaml(FOLDER / "model" / "checkpoint.yaml") | {"path": file}
-    given = {key: value for key, value in model.items() if value != unsaid.get(key)}
-    return {**model, **said, **given}
-
-
 LOCAL = "local"
 QUEUES = {
     "slurm": ("SLURMCluster", "sbatch"),
@@ -204,17 +175,8 @@ QUEUES = {
 """Queueing systems that `cluster=` may name, the class of dask-jobqueue for each, and the command that submits jobs."""
 SCHEDULER = "tcp://"
 SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
-MAX_PATH, MAX_NAME, MAX_SCALE = 4095, 255, 1e12
-"""Longest path and longest name in one, in bytes, as Linux has them; and what a learning rate is at most scaled by."""
-
-
-def _is_path_or_word(text: str) -> str:
-    if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
-        raise ValueError(f"{text[:80]}...: not a path; give one of a file or folder")
-    return text
-
-
-PathText = Annotated[str, AfterValidator(_is_path_or_word)]
+MAX_SCALE = 1e12
+"""What a learning rate is at most scaled by."""
 
 
 class ClusterSettings(Typed):
@@ -240,27 +202,6 @@ class ClusterSettings(Typed):
         return kind
 
 
-class FileBeside(Typed, extra="allow"):
-    """A file that has to lie beside a checkpoint."""
-
-    url: str
-    sha256: str
-
-
-class ModelConfiguration(Typed):
-    """`model.*`: config/model/*.yaml, or a file of the user's."""
-
-    name: str | None
-    path: PathText
-    bpe: str | None
-    tokenizer: PathText | None
-    archive: str | None
-    beside: dict[str, FileBeside]
-    random: bool
-    shape: dict[str, Any] | None
-    learning_rates: dict[str, Any]
-
-
 class RunConfiguration(Typed):
     """The keys of replicate.yaml that are no settings."""
 
@@ -277,6 +218,7 @@ class RunConfiguration(Typed):
     vary: dict[Any, Any]
     audit: bool
     plain: bool
+    search_rounds: int = Field(ge=0, le=100)
     skip: list[Any]
     published_settings: dict[Any, Any]
     tables: list[Any]
@@ -347,29 +289,7 @@ def check(values: dict[str, Any]) -> None:
             if single != values[key] or not (single is None or (key == "seed" and single == "first")):
                 setting.check(single)
     check_reading(values["reading"])
-    model = values["model"]
-    if model["name"] is None:
-        model["name"] = _name_of(model["path"]) or "model"
-    for key, name in (("model.name", model["name"]), *(("model.beside", name) for name in model["beside"])):
-        check_name(key, name)
-
-
-def _name_of(path: str) -> str:
-    """What a model without a name is called: its folder's name, or that of its repository on the hub."""
-    if path.startswith(HUB):
-        return split_name(path)[0].rpartition("/")[2]
-    place = Path(path).resolve()
-    return (place if place.is_dir() else place.parent).name
-
-
-def check_name(key: str, name: str) -> None:
-    """Refuse a name that cannot be part of a file's name."""
-    if not name.strip() or re.search(r"[/\\]|^[.=+@-]", name) or not name.isprintable():
-        raise UserError(
-            f"{key}={name[:80]}: is part of file names and tables; no /, none of . = + - @ in front, only what prints"
-        )
-    if len(name.encode()) > MAX_NAME // 2:
-        raise UserError(f"{key}={name[:80]}...: is part of file names; at most {MAX_NAME // 2} bytes")
+    name_model(values["model"])
 
 
 def check_scale(value: Any) -> None:
@@ -381,6 +301,11 @@ def check_scale(value: Any) -> None:
 def explain(error: Exception) -> str:
     """Hydra's message without its hints about the developer's environment."""
     message = str(error).split("Config search path")[0]
+    if unknown := re.match(r"Could not override '([^'.]+)'", message):
+        known = {*SETTINGS, *RunConfiguration.model_fields, *OTHER_NAMES, "experiment"}
+        hint = nearest(unknown[1], known)
+        hint = hint if hint.startswith("did") else "fairseq-icl replicate --help lists them"
+        return f"{unknown[1]}: no such key or setting; {hint}"
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("Set the environment", "full_key", "object_type"))]
     return " ".join(lines) + " (fairseq-icl replicate --help shows the settings)"

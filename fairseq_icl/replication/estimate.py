@@ -54,14 +54,19 @@ def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
 def from_finished(
     done: Sequence[Cell], todo: Sequence[Cell], keys: Keys, folder: ResultsFolder
 ) -> tuple[float | None, str]:
-    """The time of `todo` if finished cells have all its datasets and methods."""
-    taken: dict[tuple[str, str], list[float]] = {}
+    """The time of `todo` if finished cells have all its datasets and methods, on the same device."""
+    taken: dict[tuple[str, ...], list[float]] = {}
     for cell in done:
-        taken.setdefault((cell.dataset, cell.method), []).append(folder.cell(keys.of(cell)).seconds())
-    if {(cell.dataset, cell.method) for cell in todo} - set(taken):
+        taken.setdefault(_kind(cell), []).append(folder.cell(keys.of(cell)).seconds())
+    if {_kind(cell) for cell in todo} - set(taken):
         return None, ""
-    means = {place: sum(seconds) / len(seconds) for place, seconds in taken.items()}
-    return sum(means[cell.dataset, cell.method] for cell in todo), f"from {len(done)} finished cells"
+    means = {kind: sum(seconds) / len(seconds) for kind, seconds in taken.items()}
+    return sum(means[_kind(cell)] for cell in todo), f"from {len(done)} finished cells"
+
+
+def _kind(cell: Cell) -> tuple[str, ...]:
+    """Cells that take about as long: the speed of a GPU says nothing of the CPU's."""
+    return cell.dataset, cell.method, cell.settings.device, cell.settings.precision
 
 
 class Probe:
@@ -69,7 +74,7 @@ class Probe:
 
     def __init__(self, keys: Keys, data: Path):
         self.keys, self.data = keys, data
-        self.rates: dict[tuple[str, str], float] = {}
+        self.rates: dict[tuple[str, ...], float] = {}
         self.prompts: dict[Any, Prompts] = {}
 
     def estimate(self, cells: Sequence[Cell]) -> float:
@@ -88,7 +93,7 @@ class Probe:
         return self.prompts[key]
 
     def _rate(self, kind: str, cell: Cell) -> float:
-        place = (kind, cell.method if kind == "train" else "")
+        place = (kind, cell.method if kind == "train" else "", cell.settings.device, cell.settings.precision)
         if place not in self.rates:
             small = replace(cell.settings, limit=QUERIES, num_demonstrations=DEMONSTRATIONS, init="pretrained")
             prompts = build_prompts(cell.spec, self.data, self.keys.files.writing, small)

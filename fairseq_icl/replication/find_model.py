@@ -2,21 +2,100 @@
 
 import hashlib
 import json
+import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import DEMO_MODEL, write_atomically
-from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.fetching import HUB, split_name
+from fairseq_icl.files import DEMO_MODEL, PACKAGE, read_yaml, write_atomically
+from fairseq_icl.models.checkpoints import is_hugging_face, language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files, load_dictionary, save_random_model
-from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.settings import nearest
+from fairseq_icl.typed import Typed
 
+FOLDER = PACKAGE / "config"
+MODEL_FILE = (".yaml", ".yml")
+MAX_PATH, MAX_NAME = 4095, 255
+"""Longest path and longest name in one, in bytes, as Linux has them."""
 SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
 MAX_SHAPE = 1 << 20
 EACH = "each"
 MAX_WEIGHTS = 10**12
 """Larger numbers in a shape are a slip of the finger."""
+
+
+def _is_path_or_word(text: str) -> str:
+    if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
+        raise ValueError(f"{text[:80]}...: not a path; give one of a file or folder")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_is_path_or_word)]
+
+
+class FileBeside(Typed, extra="allow"):
+    """A file that has to lie beside a checkpoint."""
+
+    url: str
+    sha256: str
+
+
+class ModelConfiguration(Typed):
+    """`model.*`: config/model/*.yaml, or a file of the user's."""
+
+    name: str | None
+    path: PathText
+    bpe: str | None
+    tokenizer: PathText | None
+    archive: str | None
+    beside: dict[str, FileBeside]
+    random: bool
+    shape: dict[str, Any] | None
+    learning_rates: dict[str, Any]
+
+
+def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
+    """The model with what a YAML file of the user's says of it (model=FILE.yaml, or a path that names one).
+
+    What the command says beside the file counts before what the file says.
+    """
+    path = model.get("path")
+    file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
+    if file is None:
+        return model
+    if not isinstance(file, str):
+        raise UserError(f"model.file={file}: must be a text, the path of a model's YAML file")
+    content = read_yaml(Path(file))
+    if not isinstance(content, dict) or not isinstance(content.get("path"), str):
+        raise UserError(f"{file}: not a model's YAML file; it needs at least the line path: CHECKPOINT_OR_FOLDER")
+    for key in content:
+        if key not in ModelConfiguration.model_fields:
+            raise UserError(f"{file}: unknown key {key}; {nearest(str(key), ModelConfiguration.model_fields)}")
+    defaults = read_yaml(FOLDER / "model" / "checkpoint.yaml") | {"path": file}
+    given = {key: value for key, value in model.items() if value != defaults.get(key)}
+    return {**model, **content, **given}
+
+
+def name_model(model: dict[str, Any]) -> None:
+    """Give a model without a name that of its folder, or of its repository on the hub.
+
+    A name that cannot be part of a file's name is refused.
+    """
+    if model["name"] is None and model["path"].startswith(HUB):
+        model["name"] = split_name(model["path"])[0].rpartition("/")[2] or "model"
+    elif model["name"] is None:
+        path = Path(model["path"]).resolve()
+        model["name"] = (path if path.is_dir() else path.parent).name or "model"
+    for key, name in (("model.name", model["name"]), *(("model.beside", name) for name in model["beside"])):
+        if not name.strip() or re.search(r"[/\\]|^[.=+@-]", name) or not name.isprintable():
+            allowed = "no /, none of . = + - @ in front, only what prints"
+            raise UserError(f"{key}={name[:80]}: is part of file names and tables; {allowed}")
+        if len(name.encode()) > MAX_NAME // 2:
+            raise UserError(f"{key}={name[:80]}...: is part of file names; at most {MAX_NAME // 2} bytes")
 
 
 def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> ModelFiles:

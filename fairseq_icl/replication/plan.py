@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec, source_of
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
-from fairseq_icl.replication.configuration import GRID, MAX_NAME, NO_TRAINING, check_scale
+from fairseq_icl.replication.configuration import GRID, NO_TRAINING, check_scale
+from fairseq_icl.replication.find_model import MAX_NAME
 from fairseq_icl.results import text_table
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import check_precision_of, get_method
-from fairseq_icl.training.step_sizes import equal_step_size
+from fairseq_icl.training.norms import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""
@@ -25,7 +26,6 @@ SKIP_KEYS = ("init", "method", "dataset", "variant", "not_variant")
 PAPERS = ("dai2023", "deutch2024", "demo")
 """Papers whose settings the shipped datasets have; YAML files of the user's may know others."""
 PAPER_KEYS = ("k", "seeds", "permutations", "learning_rate")
-BLANK_PAPER: dict[str, Any] = {}
 MADE_FOR = {"dai2023": "1.3b", "deutch2024": "1.3b", "demo": "demo"}
 """Paper -> the model that the learning rates in the datasets' YAML files were made for."""
 
@@ -61,14 +61,20 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
         if specs.setdefault(name, spec).fingerprint != spec.fingerprint:
             raise UserError(f"dataset={given}: another dataset of this run is also named {name}; give one another name")
         for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
-            place = {"init": init, "method": method, "dataset": name, "variant": variant}
-            if any(_matches(rule, place) for rule in rules):
+            identity = {"init": init, "method": method, "dataset": name, "variant": variant}
+            if any(
+                all(
+                    (identity[key.removeprefix("not_")] in words) != key.startswith("not_")
+                    for key, words in rule.items()
+                )
+                for rule in rules
+            ):
                 continue
             grid = {"init": init, "seed": seed, "permutation": permutation}
             rates, lender = _learning_rates({**chosen, **changes}, facts, method)
             settings = _settings({**chosen, **changes, **grid}, facts, method, rates)
-            own = tuple(rates.items()) if len(set(rates.values())) > 1 else ()
-            cells[Cell(config["model"]["name"], name, method, variant, settings, source, own, lender)] = None
+            different = tuple(rates.items()) if len(set(rates.values())) > 1 else ()
+            cells[Cell(config["model"]["name"], name, method, variant, settings, source, different, lender)] = None
     if not cells:
         raise UserError("the plan is empty: `skip`, or plain=false, leaves nothing of the chosen settings")
     papers = {*PAPERS, *(paper for spec in specs.values() for paper in spec.papers)}
@@ -111,7 +117,8 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Variant name -> the settings it changes, the plain run ("") first."""
     variants: dict[str, dict[str, Any]] = {"": {}} if config["plain"] else {}
     if config["audit"]:
-        variants |= {f"{name}={value}": {name: value} for name, value in _differences()}
+        differences = [(name, value) for name, known in READING.items() for value in known.choices]
+        variants |= {f"{name}={value}": {name: value} for name, value in differences if value != SETTINGS[name].default}
         variants["reading=paper"] = {"reading": "paper"}
     for name, changes in config["variants"].items():
         if not isinstance(changes, Mapping):
@@ -140,14 +147,6 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def _differences() -> Iterator[tuple[str, str]]:
-    """Every departure from the authors' reading: (difference, value)."""
-    for name, known in READING.items():
-        for value in known.choices:
-            if value != known.default:
-                yield name, value
-
-
 def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
@@ -168,12 +167,6 @@ def _rule(rule: Any) -> dict[str, list[str]]:
     return {key: [str(word) for word in _as_list(value)] for key, value in rule.items()}
 
 
-def _matches(rule: Mapping[str, list[str]], place: Mapping[str, str]) -> bool:
-    return all(
-        place["variant"] not in words if key == "not_variant" else place[key] in words for key, words in rule.items()
-    )
-
-
 def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     """k, runs and learning rate: the command line's, else the paper's for this model, else the paper's."""
     by_model = config["published_settings"] or {}
@@ -182,60 +175,54 @@ def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
             raise UserError(f"published_settings.{model}: must be a mapping from datasets to settings")
     name = config["model"]["name"]
     lender = next(iter(by_model), MADE_FOR.get(config["paper"], "")) if name not in by_model else name
-    of_model: Mapping[str, Any] = by_model.get(lender, {})
-    said = _said(spec.papers.get(config["paper"], BLANK_PAPER), f"{spec.name}: papers.{config['paper']}")
-    said |= _said(of_model.get(spec.name, {}), f"published_settings, {spec.name}")
-    k = said.get("k") if config["num_demonstrations"] is None else config["num_demonstrations"]
+    published = _published(spec.papers.get(config["paper"], {}), f"{spec.name}: papers.{config['paper']}")
+    published |= _published(by_model.get(lender, {}).get(spec.name, {}), f"published_settings, {spec.name}")
+    k = published.get("k") if config["num_demonstrations"] is None else config["num_demonstrations"]
     varied = {*config["vary"], *(key for changes in config["variants"].values() for key in changes)}
     if k is None and "num_demonstrations" not in varied:
         raise UserError(f"{spec.name}: no number of demonstrations in {config['paper']}; give num_demonstrations=K")
-    rate = _rate_of_model(spec.name, config["model"]["learning_rates"])
-    runs = _runs(spec.name, said, config)
-    if rate is not None:
-        return Facts(k or 0, runs, rate)
-    return Facts(k or 0, runs, said.get("learning_rate"), "" if name in (lender, f"en_dense_lm_{lender}") else lender)
-
-
-def _rate_of_model(dataset: str, rates: Mapping[str, Any]) -> float | Mapping[str, float] | None:
-    """What the model's YAML says of a dataset's learning rate; None if it says nothing of any dataset."""
+    runs = _runs(spec.name, published, config)
+    rates = config["model"]["learning_rates"]
     if not rates:
-        return None
-    if dataset not in rates:
-        raise UserError(f"model.learning_rates: no rate for {dataset}; give lr=RATE, or add experiment=rate_search's")
-    for rate in rates[dataset].values() if isinstance(rates[dataset], Mapping) else [rates[dataset]]:
-        SETTINGS["lr"].check(rate)
-    return rates[dataset]
+        is_own = name in (lender, f"en_dense_lm_{lender}")
+        return Facts(k or 0, runs, published.get("learning_rate"), "" if is_own else lender)
+    if spec.name not in rates:
+        raise UserError(f"model.learning_rates: no rate for {spec.name}; give lr=RATE, or add experiment=rate_search's")
+    rate = rates[spec.name]
+    for one in rate.values() if isinstance(rate, Mapping) else [rate]:
+        SETTINGS["lr"].check(one)
+    return Facts(k or 0, runs, rate)
 
 
-def _said(said: Any, place: str) -> dict[str, Any]:
+def _published(settings: Any, source: str) -> dict[str, Any]:
     """What a paper says of a dataset, checked."""
-    if not isinstance(said, Mapping):
-        raise UserError(f"{place}: must be a mapping of {', '.join(PAPER_KEYS)}")
+    if not isinstance(settings, Mapping):
+        raise UserError(f"{source}: must be a mapping of {', '.join(PAPER_KEYS)}")
     checks = dict(zip(PAPER_KEYS, ("num_demonstrations", "seed", "permutation", "lr"), strict=True))
-    for key, value in said.items():
+    for key, value in settings.items():
         if key not in checks:
-            raise UserError(f"{place}: unknown key {key}; {nearest(key, PAPER_KEYS)}")
+            raise UserError(f"{source}: unknown key {key}; {nearest(key, PAPER_KEYS)}")
         listed = list(value.values()) if key == "learning_rate" and isinstance(value, Mapping) else _as_list(value)
         if key in ("seeds", "permutations") and not isinstance(value, list | tuple):
-            raise UserError(f"{place}: {key} must be a list")
+            raise UserError(f"{source}: {key} must be a list")
         for single in [value] if key == "k" else listed:
             if single is not None:
                 SETTINGS[checks[key]].check(single)
-    return dict(said)
+    return dict(settings)
 
 
-def _runs(name: str, said: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+def _runs(name: str, published: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """The (seed, permutation) pairs; a seed of the paper keeps the permutation the paper ties it to."""
-    seeds = [SETTINGS["seed"].check(seed) for seed in _as_list(said.get("seeds", []))]
-    tied = dict(zip(seeds, said.get("permutations", []), strict=False))
-    wanted = config["seed"]
-    if wanted is None or wanted == "first":
+    seeds = [SETTINGS["seed"].check(seed) for seed in _as_list(published.get("seeds", []))]
+    tied = dict(zip(seeds, published.get("permutations", []), strict=False))
+    chosen = config["seed"]
+    if chosen is None or chosen == "first":
         if not seeds:
             raise UserError(f"{name}: no seeds in {config['paper']}; give seed=[1,2,3]")
-        wanted = seeds[:1] if wanted == "first" else seeds
+        chosen = seeds[:1] if chosen == "first" else seeds
     runs = []
-    for place, seed in enumerate(dict.fromkeys(_as_list(wanted))):
-        free = place % NUM_PERMUTATIONS if len(set(tied.values())) > 1 else 0
+    for number, seed in enumerate(dict.fromkeys(_as_list(chosen))):
+        free = number % NUM_PERMUTATIONS if len(set(tied.values())) > 1 else 0
         for permutation in _as_list(tied.get(seed, free) if config["permutation"] is None else config["permutation"]):
             runs.append((seed, permutation))
     return tuple(runs)
@@ -262,10 +249,10 @@ def _check_training(settings: Settings, method: str) -> None:
     if settings.num_demonstrations == 0:
         raise UserError(f"num_demonstrations=0: method {method} has nothing to train on; use method=none")
     if (settings.layer_clip == "none") != (settings.layer_clip_value is None):
-        given, wanted = ("layer_clip_value", "layer_clip=norm or max")
+        given, needed = ("layer_clip_value", "layer_clip=norm or max")
         if settings.layer_clip_value is None:
-            given, wanted = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
-        raise UserError(f"{given}: needs {wanted}")
+            given, needed = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
+        raise UserError(f"{given}: needs {needed}")
     equal_step_size(settings)
     for name in get_method(method).trained:
         check_precision_of(get_method(name), settings)
@@ -278,23 +265,19 @@ def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tup
     """
     rates, lenders = {}, [""]
     for name in get_method(method).trained:
-        rate, lender = _learning_rate(config, facts, name)
+        known, published, lender = get_method(name), facts.learning_rate, ""
+        if not known.reads(SETTINGS["lr"]):
+            continue
+        rate = known.settings.get("lr", config["lr"])  # what the user says
+        if rate is None:  # what model or paper say of this method, else the method's own, else the paper's
+            rate = published.get(name) if isinstance(published, Mapping) else published if known.lr is None else None
+            rate, lender = (known.lr, "") if rate is None else (rate, facts.made_for)
         if rate is None:
             source = "model.learning_rates" if config["model"]["learning_rates"] else config["paper"]
             raise UserError(f"no learning rate for method {name} in {source}; give lr=RATE")
         rates[name] = float(SETTINGS["lr"].check(rate)) * config["lr_scale"]
         lenders.append(lender)
     return rates, max(lenders)
-
-
-def _learning_rate(config: Mapping[str, Any], facts: Facts, method: str) -> tuple[Any, str]:
-    """What the user says, else what model or paper say of this method, else the method's own, else the paper's."""
-    said, known = facts.learning_rate, get_method(method)
-    given = known.settings.get("lr", config["lr"])
-    if given is not None:
-        return given, ""
-    rate = said.get(method) if isinstance(said, Mapping) else said if known.lr is None else None
-    return (known.lr, "") if rate is None else (rate, facts.made_for)
 
 
 def borrowed_rates(cells: Sequence[Cell]) -> list[str]:
@@ -321,13 +304,13 @@ def counted(cells: Sequence[Cell], todo: Sequence[Cell]) -> str:
         cell: {name: getattr(cell.settings, name) for name in SETTINGS} | cell.changed_settings() for cell in cells
     }
     names = ["num_demonstrations", "lr"]
-    names += sorted(name for name in varied - set(names) if len({str(said[name]) for said in values.values()}) > 1)
+    names += sorted(name for name in varied - set(names) if len({str(given[name]) for given in values.values()}) > 1)
 
-    def place(cell: Cell) -> tuple[str, ...]:
-        said = ("" if values[cell][name] is None else str(values[cell][name]) for name in names)
-        return cell.settings.init, cell.dataset, cell.method, *said
+    def row_of(cell: Cell) -> tuple[str, ...]:
+        texts = ("" if values[cell][name] is None else str(values[cell][name]) for name in names)
+        return cell.settings.init, cell.dataset, cell.method, *texts
 
-    planned, left = Counter(map(place, cells)), Counter(map(place, todo))
+    planned, left = Counter(map(row_of, cells)), Counter(map(row_of, todo))
     rows: list[tuple[Any, ...]] = [("init", "dataset", "method", *names, "cells", "to do")]
     rows += [(*which, count, left[which]) for which, count in planned.items()]
     rows += [("", "", "all", *([""] * len(names)), len(cells), len(todo))]

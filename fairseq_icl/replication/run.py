@@ -9,6 +9,7 @@ found again, and of two that finish the same the second loses without harm (fold
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections import Counter
@@ -16,12 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
+from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.cells import Cell, foreign_metrics
 from fairseq_icl.replication.configuration import LOCAL, QUEUES, SCHEDULER, ClusterSettings
@@ -71,7 +74,7 @@ def attempt(job: Job, task: Task, *needs: Outcome) -> Outcome:
     if failed is not None:
         return replace(failed, key=task.key)
     try:
-        with _one_at_a_time:
+        with _one_at_a_time, within_memory("running a cell"):
             return Outcome(task.key, engine_of(job).perform(task, {need.key: need.value for need in needs}))
     except UserError as error:
         return Outcome(task.key, failure=str(error), is_fatal=isinstance(error, StoreError))
@@ -152,12 +155,9 @@ def way_to_run(workers: int, cluster: ClusterSettings, say: Callable[[str], None
     """How a run with these settings is computed: in this process, or by Dask."""
     if workers == 1 and cluster.kind == LOCAL:
         return in_this_process
-    try:
-        import dask_jobqueue  # noqa: F401
-        import distributed  # noqa: F401
-    except ImportError as error:
+    if not all(map(find_spec, ("distributed", "dask_jobqueue"))):
         given = f"workers={workers}" if cluster.kind == LOCAL else f"cluster={cluster.kind}"
-        raise UserError(f"{given}: needs Dask, which is not installed; pip install 'fairseq-icl[cluster]'") from error
+        raise UserError(f"{given}: needs Dask, which is not installed; pip install 'fairseq-icl[cluster]'")
     return partial(by_dask, workers=workers, cluster=cluster, say=say)
 
 
@@ -166,6 +166,7 @@ def by_dask(
 ) -> Iterator[Outcome]:
     """Every task as one of Dask's; results of prompts stay with the workers."""
     from distributed import as_completed
+    from distributed.scheduler import KilledWorker
 
     if not graph:
         return
@@ -179,22 +180,15 @@ def by_dask(
             futures[task.key] = client.submit(attempt, job, task, *needs, key=task.key, priority=-number)
         for future in as_completed([futures[task.key] for task in graph if task.kind != "prompts"]):
             task = by_key[future.key]
-            yield _outcome_of(future)
+            try:
+                yield future.result()
+            except KilledWorker:
+                reason = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
+                yield Outcome(task.key, failure=reason)
             for need in (task.key, *task.needs):
                 left[need] -= need != task.key
                 if not left[need] and (need != task.key or task.kind == "cell"):
                     futures.pop(need, None)  # Dask forgets what nobody holds
-
-
-def _outcome_of(future: "Future") -> Outcome:
-    from distributed.scheduler import KilledWorker
-
-    try:
-        outcome: Outcome = future.result()
-        return outcome
-    except KilledWorker:
-        reason = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
-        return Outcome(str(future.key), failure=reason)
 
 
 @contextmanager
@@ -208,9 +202,14 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
     threads = threads_each(workers if cluster.kind == LOCAL else 1, cluster)
     variables = {f"{name}_NUM_THREADS": threads for name in ("OMP", "MKL", "OPENBLAS")}
     with ExitStack() as opened, dask.config.set({"distributed.nanny.pre-spawn-environ": variables}):
-        opened.callback(_restore, dict(os.environ))  # Dask leaves in this process what it sets for its workers
+        opened.callback(os.environ.update, dict(os.environ))  # Dask leaves here what it sets for its workers:
+        opened.callback(os.environ.clear)  # first this, then what was there before
         if cluster.kind.startswith(SCHEDULER):
-            client = opened.enter_context(_connected(cluster.kind))
+            try:
+                client = opened.enter_context(Client(cluster.kind, timeout="10s"))
+            except (OSError, ValueError) as error:
+                problem = "no scheduler answers there; start one with dask scheduler"
+                raise UserError(f"cluster={cluster.kind}: {problem}") from error
         elif cluster.kind == LOCAL:
             silent: dict[str, Any] = {"silence_logs": logging.CRITICAL, "dashboard_address": ":0", "memory_limit": 0}
             local = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, **silent)
@@ -227,25 +226,12 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
         yield client
 
 
-def _restore(variables: dict[str, str]) -> None:
-    """Make these the environment variables of the process."""
-    os.environ.clear()
-    os.environ.update(variables)
-
-
-def _connected(address: str) -> "Client":
-    from distributed import Client
-
-    try:
-        return Client(address, timeout="10s")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cluster={address}: no scheduler answers there; start one with dask scheduler") from error
-
-
 def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     """The cluster whose workers are jobs; a worker ends shortly before its job's time does, and another follows."""
-    import dask_jobqueue
+    interrupt = signal.getsignal(signal.SIGINT)
+    import dask_jobqueue  # which makes an interrupt end the process without a word
 
+    signal.signal(signal.SIGINT, interrupt)
     name, command = QUEUES[cluster.kind]
     if shutil.which(command) is None:
         raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")

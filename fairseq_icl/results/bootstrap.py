@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals of means, quotients and areas under ROC curves over examples."""
+"""Bootstrap confidence intervals of means, quotients, areas under ROC curves and calibration errors over examples."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -72,6 +72,18 @@ def bootstrap_auc(scores: np.ndarray, is_class: np.ndarray, counts: np.ndarray) 
     return Estimate(over_classes[0], *_interval(over_classes[1:]))
 
 
+def bootstrap_ece(confidence: np.ndarray, is_right: np.ndarray, counts: np.ndarray, bins: int = 10) -> Estimate:
+    """Expected calibration error in bins of equal width: (n,), (n,) bool, counts (resamples, n) -> shape ().
+
+    Fewer different examples in a resample make its error larger on average, so the interval leans upwards.
+    """
+    bin_of = np.minimum((confidence * bins).astype(int), bins - 1)
+    surplus = (confidence - is_right)[:, None] * (bin_of[:, None] == np.arange(bins))  # (n, bins)
+    every = chain([np.ones((1, len(surplus)))], _some_at_a_time(counts))
+    errors = np.concatenate([np.abs(part @ surplus).sum(1) / part.sum(1) for part in every])
+    return Estimate(errors[0], *_interval(errors[1:]))
+
+
 def _classes(is_class: np.ndarray) -> list[int]:
     """The classes that some examples have and others have not; one class if there is none such."""
     sizes = is_class.sum(0)
@@ -104,6 +116,9 @@ def _interval(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Rounded to ten decimals: the last digits depend on how many threads the matrix product used.
     """
     tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    if not np.isnan(drawn).any():
+        low, high = np.quantile(drawn, tails, axis=0).round(10)
+        return low, high
     columns = drawn.reshape(len(drawn), -1).T
     limits = np.full((2, len(columns)), np.nan)
     for i, column in enumerate(columns):

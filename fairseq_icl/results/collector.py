@@ -11,22 +11,33 @@ second's (FT's) divided by the first's (ICL's). It has means only, no rows for s
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from fairseq_icl.devices import within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
-from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric, shown_as
+from fairseq_icl.metrics import (
+    Calibration,
+    Observation,
+    Outcome,
+    Ranking,
+    Ratio,
+    Similarity,
+    default_names,
+    get_metric,
+    shown_as,
+)
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ratio, resampling_counts
+from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ece, bootstrap_ratio, resampling_counts
 from fairseq_icl.results.table import LENGTH_RATIO, Rows
 from fairseq_icl.settings import Settings
 
@@ -49,13 +60,26 @@ def compare(
 ) -> pd.DataFrame:
     """Every metric on observations of the same queries, as a tidy table.
 
-    **Arguments**
-    - `zsl`, `icl`, `ft`: what `observe` returned in each condition; without `ft`, the metrics that need none.
-    - `other_ft`: a second fine-tuned model; adds `alpha`, the SimAM_delta between the two.
-    - `metrics`: names; by default all that the observations allow, but for `sim_weights`, which needs `weights`.
+    Args:
+        prompts: What was observed.
+        zsl: What `observe` returned without demonstrations.
+        icl: The same with `in_context=True`.
+        ft: The same of the fine-tuned model; without it, the metrics that need none.
+        other_ft: Of a second fine-tuned model; adds `alpha`, the SimAM_delta between the two.
+        metrics: Names; by default all that the observations allow, but for `sim_weights`, which needs `weights`.
+        weights: Implicit weight updates of ICL and those of FT (`fairseq_icl.observing.weight_updates`).
 
-    **Returns** the columns of `fairseq_icl.results.COLUMNS`: dataset, seed, permutation, method, init, metric, layer,
-    example, value, low, high. Means over examples have no `example` but a 95 % bootstrap interval [low, high].
+    Returns:
+        A row for every metric, layer and example; columns dataset, seed, permutation, method, init, metric, layer,
+            example, value, low, high. A mean over examples has no `example` but a 95 % bootstrap interval [low, high];
+            a mean over layers, and what has none, has no `layer`. What is not defined is left out and counted as
+            `undefined_METRIC`.
+
+    Example:
+        ```python
+        table = fi.compare(prompts, zsl, icl, ft)
+        means = table[table["example"].isna() & table["layer"].isna()].set_index("metric")["value"]
+        ```
     """
     settings = prompts.settings
     precisions = dict.fromkeys(
@@ -78,6 +102,10 @@ def compare(
     give_back_memory()
     collector.skipped_updates = getattr(ft, "skipped_updates", 0)
     method = "none" if ft is None else ft.method
+    if ft is not None and torch.equal(ft.prediction, zsl.prediction):
+        logger.warning(
+            "%s changed no prediction: Rec2FTP and the like are undefined; a higher lr may change some", method
+        )
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 
 
@@ -87,91 +115,78 @@ def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> Trainin
     `recorded`: row of the train file -> (layers, tokens, width), BOS included. None, with a warning, where the two
     sides cannot be paired: labels of another length were switched in, or nothing fitted into the prompt.
     """
-    queries = torch.cat(list(recorded.values()), dim=1)
     lengths = [tokens.size(1) for tokens in recorded.values()]
+    rows, spans = prompts.context_rows, prompts.context_spans
     try:
-        return TrainingTokens.align(queries, list(recorded), lengths, prompts.context_rows, prompts.context_spans)
+        return TrainingTokens.align(list(recorded.values()), list(recorded), lengths, rows, spans)
     except ValueError as error:
         logger.warning("attention to training tokens is left out: %s", error)
         return None
+
+
+class Joined(NamedTuple):
+    """All values of one metric, in ascending order of the examples and each example once."""
+
+    examples: np.ndarray
+    """(n,) positions in the validation set"""
+    numerator: np.ndarray
+    """(n, layers), with one column if the metric has no layers"""
+    denominator: np.ndarray
+    """(n, layers)"""
+    zero_updates: np.ndarray
+    """(n,) cosines that were 0 by definition"""
 
 
 class Series:
     """Values of one metric: numerator and denominator an example and layer, so that means and quotients are alike.
 
     A plain value has the denominator 1, or 0 if it is not finite; a ranking has a column a class, its scores over
-    whether the class is the right one. Reading a property sorts by example and drops
-    repetitions, so the order of batches and examples seen twice (fairseq's padding of shards) do not matter.
+    whether the class is the right one.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.parts: list[tuple[np.ndarray, ...]] = []
-        self.is_ratio = self.is_ranking = self.is_per_layer = self.counts_zero_updates = False
+        self.parts: list[Joined] = []
+        self.kind: type = Tensor
+        """Of the metric's outcomes: a tensor, Similarity, Ratio, Ranking or Calibration."""
+        self.is_per_layer = False
 
     def append(self, example: Tensor, outcome: Outcome) -> None:
         """Take in a metric's outcome for examples (n,)."""
-        zero_updates = None
-        if isinstance(outcome, Ratio | Ranking):
+        self.kind = type(outcome)
+        zero_updates = np.zeros(len(example))
+        if isinstance(outcome, Ratio | Ranking | Calibration):
             numerator, denominator = (_columns(part) for part in outcome)
-            self.is_ratio, self.is_ranking = isinstance(outcome, Ratio), isinstance(outcome, Ranking)
-            self.is_per_layer = self.is_ratio and outcome[0].ndim == 2
+            self.is_per_layer = self.kind is Ratio and outcome[0].ndim == 2
         else:
             if isinstance(outcome, Similarity):
-                outcome, zero_updates, _ = outcome
-                self.counts_zero_updates = True
+                zero_updates = _columns(outcome.zero_updates).sum(1)
+                outcome = outcome.value
             self.is_per_layer = outcome.ndim == 2
             value = _columns(outcome)
             denominator = np.isfinite(value).astype(np.float64)
             numerator = np.where(denominator > 0, value, 0.0)
         if len(numerator) != len(example):
             raise ValueError(f"{self.name}: {len(numerator)} values for {len(example)} examples")
-        zeros = np.zeros(len(numerator)) if zero_updates is None else _columns(zero_updates).sum(1)
-        self.parts.append((example.cpu().numpy(), numerator, denominator, zeros))
+        self.parts.append(Joined(example.cpu().numpy(), numerator, denominator, zero_updates))
 
     def extend(self, other: "Series") -> None:
         """Take in another series of the same metric."""
         self.parts += other.parts
-        self.is_ratio |= other.is_ratio
-        self.is_ranking |= other.is_ranking
-        self.is_per_layer |= other.is_per_layer
-        self.counts_zero_updates |= other.counts_zero_updates
+        self.kind, self.is_per_layer = other.kind, other.is_per_layer
 
-    @property
-    def examples(self) -> np.ndarray:
-        """(n,) positions in the validation set, ascending"""
-        return self._column(0)
+    def joined(self) -> Joined:
+        """All parts. The order of batches and examples seen twice (fairseq's padding of shards) do not matter."""
+        if len(self.parts) > 1 or not (np.diff(self.parts[0].examples) > 0).all():
+            columns = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
+            _, first = np.unique(columns[0], return_index=True)
+            self.parts = [Joined(*(column[first] for column in columns))]
+        return self.parts[0]
 
-    @property
-    def numerator(self) -> np.ndarray:
-        """(n, layers), with one column if the metric has no layers"""
-        return self._column(1)
-
-    @property
-    def denominator(self) -> np.ndarray:
-        """(n, layers)"""
-        return self._column(2)
-
-    @property
-    def zero_updates(self) -> np.ndarray:
-        """(n,) cosines that were 0 by definition"""
-        return self._column(3)
-
-    @property
     def values(self) -> np.ndarray:
         """(n, layers) numerator / denominator, NaN where not defined"""
-        numerator, denominator = self.numerator, self.denominator
+        _, numerator, denominator, _ = self.joined()
         return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
-
-    def _column(self, index: int) -> np.ndarray:
-        if len(self.parts) > 1:
-            joined = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
-            _, first = np.unique(joined[0], return_index=True)
-            self.parts = [tuple(column[first] for column in joined)]
-        elif len(self.parts) == 1 and not (np.diff(self.parts[0][0]) > 0).all():
-            _, first = np.unique(self.parts[0][0], return_index=True)
-            self.parts = [tuple(column[first] for column in self.parts[0])]
-        return self.parts[0][index]
 
 
 def _columns(values: Tensor) -> np.ndarray:
@@ -180,43 +195,25 @@ def _columns(values: Tensor) -> np.ndarray:
     return array.reshape(len(array), -1) if array.ndim == 1 else array
 
 
-def _length_ratio(first: Tensor, second: Tensor) -> Ratio:
-    """Lengths (n,) or (n, layers) as a quotient of sums; an example whose lengths are not finite takes no part."""
-    finite = first.isfinite() & second.isfinite()
-    return Ratio(torch.where(finite, second, 0.0), torch.where(finite, first, 0.0))
-
-
-class ByName(dict[str, Series]):
-    """Series by name; one that is asked for and missing is begun."""
-
-    def __missing__(self, name: str) -> Series:
-        return self.setdefault(name, Series(name))
-
-
+@dataclass
 class Seen:
     """The values collected so far, by name. Small, and can be sent between processes."""
 
-    def __init__(self) -> None:
-        self.metrics = ByName()
-        self.lengths = ByName()
-        self.labels = ByName()
-        self.sets = ByName()
-
-    def extend(self, other: "Seen") -> None:
-        """Take in what another has seen."""
-        for kind in ("metrics", "lengths", "labels", "sets"):
-            for name, series in getattr(other, kind).items():
-                getattr(self, kind)[name].extend(series)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    lengths: dict[str, Series] = field(default_factory=dict)
+    labels: dict[str, Series] = field(default_factory=dict)
+    sets: dict[str, Series] = field(default_factory=dict)
 
 
 class Collector:
     """Computes metrics as examples come in and keeps one number an example and layer.
 
-    **Arguments**
-    - `names`: metrics to compute, by default all that the given observations allow.
-    - `settings`: decide what names such as `sim_am_delta` and `sim_aou_random` mean; by default the authors'.
-    - `training`: training tokens, for the metrics on attention to them; computed for the first `training_examples`.
-    - `seed`: of the bootstrap.
+    Args:
+        names: Metrics to compute, by default all that the given observations allow.
+        settings: Decide what names such as `sim_am_delta` and `sim_aou_random` mean; by default the authors'.
+        training: Training tokens, for the metrics on attention to them.
+        training_examples: For how many of the first examples these are computed.
+        seed: Of the bootstrap.
     """
 
     def __init__(
@@ -234,6 +231,7 @@ class Collector:
         self.skipped_updates = 0
         self.seen = Seen()
 
+    @within_memory("computing metrics")
     def add(
         self,
         example: Tensor | Sequence[int],
@@ -247,27 +245,45 @@ class Collector:
         """Take in one batch; `example` (n,) are positions in the validation set. An example added twice counts once.
 
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
+        Metrics are computed where the last of them was observed: on a GPU too.
         """
+        device = str(getattr(zsl if ft is None else ft, "device", "cpu"))
         example = torch.as_tensor(example, dtype=torch.long)
+        if device != "cpu":
+            zsl, icl, example = zsl.on(device), icl.on(device), example.to(device)
+            ft, other_ft = (None if seen is None else seen.on(device) for seen in (ft, other_ft))
+            weights = None if weights is None else weights.on(device)
+            self.training = None if self.training is None else self.training.on(device)
         conditions = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
         attention = self._training_attention(example, icl, ft)
         given = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
         extras: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        for name, metric in self.metrics.items():
+        # Those of all conditions first: what the others need is found on their way, and remembered.
+        for name, metric in sorted(self.metrics.items(), key=lambda item: -len(item[1].conditions)):
             if set(metric.conditions) <= conditions.keys() and set(metric.needs) <= extras.keys():
                 observations = [conditions[name] for name in metric.conditions]
                 if not metric.can_read(observations):
                     continue
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
                 seen = extras["attention"].example if "attention" in metric.needs else example
-                self.seen.metrics[name].append(seen, outcome)
+                self.seen.metrics.setdefault(name, Series(name)).append(seen, outcome)
                 if isinstance(outcome, Similarity) and outcome.lengths is not None:
-                    self.seen.lengths[name].append(seen, _length_ratio(*outcome.lengths))
-        self._add_predictions(example, conditions)
+                    # A quotient of sums; an example whose lengths are not finite takes no part.
+                    finite = outcome.lengths[0].isfinite() & outcome.lengths[1].isfinite()
+                    first, second = (torch.where(finite, length, 0.0) for length in outcome.lengths)
+                    self.seen.lengths.setdefault(name, Series(name)).append(seen, Ratio(second, first))
+        labels = {f"prediction_{name}": observation.prediction for name, observation in conditions.items()}
+        for name, predicted in (labels | {"gold": zsl.gold}).items():
+            self.seen.labels.setdefault(name, Series(name)).append(example, predicted)
+        for name, members in prediction_sets(zsl, icl, ft)._asdict().items() if ft is not None else ():
+            self.seen.sets.setdefault(name, Series(name)).append(example, members)
 
     def merge(self, other: "Collector | Seen") -> "Collector":
         """Take in what another collector, or that of another process (its `seen`), has seen; returns self."""
-        self.seen.extend(other.seen if isinstance(other, Collector) else other)
+        seen = other.seen if isinstance(other, Collector) else other
+        for kind, own in vars(self.seen).items():
+            for name, series in getattr(seen, kind).items():
+                own.setdefault(name, Series(name)).extend(series)
         return self
 
     def table(
@@ -280,22 +296,24 @@ class Collector:
         are wrong under ZSL and right under ICL and FT.
         """
         rows = Rows()
-        for name, series in self.seen.metrics.items():
-            self._add_metric(rows, name, series)
+        for name in self.metrics:
+            if name in self.seen.metrics:
+                self._add_metric(rows, name, self.seen.metrics[name])
         for name, series in self.seen.labels.items():
-            rows.add_examples(name, series.examples, series.values)
-        for name, series in self.seen.sets.items():
-            rows.add_count(name, series.values.sum())
+            rows.add_examples(name, series.joined().examples, series.values())
+        counts = {name: series.values().sum() for name, series in self.seen.sets.items()}
         if "prediction_ft" in self.seen.labels:
-            rows.add_count("labels_ft", len(np.unique(self.seen.labels["prediction_ft"].values)))
+            counts["labels_ft"] = len(np.unique(self.seen.labels["prediction_ft"].values()))
         if "gold" in self.seen.labels:
-            rows.add_count("examples", len(self.seen.labels["gold"].examples))
+            counts["examples"] = len(self.seen.labels["gold"].joined().examples)
         if self.skipped_updates:
-            rows.add_count("skipped_updates", self.skipped_updates)
+            counts["skipped_updates"] = self.skipped_updates
         if self.training is not None:
-            rows.add_count("training_tokens", len(self.training.demonstration))
-            rows.add_count("top_tokens", self.training.used_top_tokens)
-            rows.add_count("top_examples", self.training.used_top_examples)
+            counts["training_tokens"] = len(self.training.demonstration)
+            counts["top_tokens"] = self.training.used_top_tokens
+            counts["top_examples"] = self.training.used_top_examples
+        for name, count in counts.items():
+            rows.add(name, count)
         return rows.frame(dataset=dataset, seed=seed, permutation=permutation, method=method, init=init)
 
     def _training_attention(
@@ -305,54 +323,48 @@ class Collector:
         chosen = torch.nonzero(example < self.training_examples).flatten()
         if self.training is None or ft is None or len(chosen) == 0:
             return None
-        return TrainingAttention.of(example[chosen], icl.take(chosen), ft.take(chosen), self.training)
-
-    def _add_predictions(self, example: Tensor, conditions: dict[str, Observation]) -> None:
-        for name, observation in conditions.items():
-            self.seen.labels[f"prediction_{name}"].append(example, observation.prediction)
-        self.seen.labels["gold"].append(example, conditions["zsl"].gold)
-        if "ft" in conditions:
-            for name, members in prediction_sets(**conditions)._asdict().items():
-                self.seen.sets[name].append(example, members)
+        if len(chosen) < len(example):
+            example, icl, ft = example[chosen], icl.take(chosen), ft.take(chosen)
+        return TrainingAttention.of(example, icl, ft, self.training)
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""
-        if series.is_ranking:  # it has a value for all examples together only
-            counts = resampling_counts(len(series.examples), self.seed)
-            area = bootstrap_auc(series.numerator, series.denominator > 0, counts)
-            rows.add_mean(name, area)
-            if np.isnan(area.value):
-                rows.add_count(f"undefined_{name}", 1)
+        examples, scores, is_class, zero_updates = series.joined()
+        if series.kind in (Ranking, Calibration):  # it has a value for all examples together only
+            counts = resampling_counts(len(examples), self.seed)
+            whole = (
+                bootstrap_auc(scores, is_class > 0, counts)
+                if series.kind is Ranking
+                else bootstrap_ece(scores[:, 0], is_class[:, 0], counts)
+            )
+            rows.add(name, *whole)
+            if np.isnan(whole.value):
+                rows.add(f"undefined_{name}", 1)
             return
-        values = series.values  # (n, layers) or (n, 1)
-        everyone = np.ones(len(series.examples), dtype=bool)
+        beside = f"{LENGTH_RATIO}{name}", self.seen.lengths.get(name)
+        everyone = np.ones(len(examples), dtype=bool)
         self._add_means(rows, name, series, everyone)
-        self._add_lengths(rows, name, everyone)
-        rows.add_examples(name, series.examples, values, series.is_per_layer)
-        if series.counts_zero_updates:
-            rows.add_count(f"zero_updates_{name}", series.zero_updates.sum())
-        if "both_f2t" in self.seen.sets and not series.is_ratio and not name.startswith("accuracy"):
+        self._add_means(rows, *beside, everyone)
+        rows.add_examples(name, examples, series.values(), series.is_per_layer)
+        if series.kind is Similarity:
+            rows.add(f"zero_updates_{name}", zero_updates.sum())
+        if "both_f2t" in self.seen.sets and series.kind is not Ratio and not name.startswith("accuracy"):
             subset = self.seen.sets["both_f2t"]
-            members = subset.examples[subset.values[:, 0] > 0]
-            chosen = np.isin(series.examples, members)
+            chosen = np.isin(examples, subset.joined().examples[subset.values()[:, 0] > 0])
             self._add_means(rows, f"{name}_f2t", series, chosen)
-            self._add_lengths(rows, name, chosen, "_f2t")
+            self._add_means(rows, f"{beside[0]}_f2t", beside[1], chosen)
 
-    def _add_lengths(self, rows: Rows, name: str, chosen: np.ndarray, ending: str = "") -> None:
-        """The length ratio beside a cosine, over the chosen examples."""
-        if name in self.seen.lengths:
-            self._add_means(rows, f"{LENGTH_RATIO}{name}{ending}", self.seen.lengths[name], chosen)
-
-    def _add_means(self, rows: Rows, name: str, series: Series, chosen: np.ndarray) -> None:
-        """The mean over the chosen examples, and over layers; nothing if there is no such example."""
-        if not chosen.any():
+    def _add_means(self, rows: Rows, name: str, series: Series | None, chosen: np.ndarray) -> None:
+        """The mean over the chosen examples, and over layers; nothing if there is no such example, or no series."""
+        if series is None or not chosen.any():
             return
+        _, numerator, denominator, _ = (column[chosen] for column in series.joined())
         counts = resampling_counts(int(chosen.sum()), self.seed)
         is_share = shown_as(name)[1] == "percent"
-        layers, overall = bootstrap_ratio(series.numerator[chosen], series.denominator[chosen], counts, is_share)
-        rows.add_mean(name, overall)
+        layers, overall = bootstrap_ratio(numerator, denominator, counts, is_share)
+        rows.add(name, *overall)
         if series.is_per_layer:
-            rows.add_means(name, layers)
-        undefined = int(np.isnan(overall.value)) if series.is_ratio else int((series.denominator[chosen] == 0).sum())
+            rows.add(name, *layers, is_per_layer=True)
+        undefined = int(np.isnan(overall.value)) if series.kind is Ratio else int((denominator == 0).sum())
         if undefined:
-            rows.add_count(f"undefined_{name}", undefined)
+            rows.add(f"undefined_{name}", undefined)

@@ -114,7 +114,10 @@ class ShownFigure(Figure):
 
 
 def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = None) -> Figure:
-    """`metric` by layer, one line per dataset, method and init, with the 95 % interval over examples."""
+    """`metric` by layer, one line per dataset, method, init and seed, with the 95 % interval over examples.
+
+    The legend names those of the four that differ.
+    """
     chosen = table[(table["metric"] == metric) & table["layer"].notna() & table["example"].isna()]
     if chosen.empty:
         known = table.loc[table["layer"].notna() & table["example"].isna(), "metric"].drop_duplicates()
@@ -123,14 +126,17 @@ def layers_figure(table: pd.DataFrame, metric: str, path: str | Path | None = No
         figure = ShownFigure(figsize=(6.4, 3.6))
         FigureCanvasAgg(figure)
         ax = figure.subplots()
-        groups = chosen.groupby(["dataset", "method", "init", "seed"], sort=False)
-        for (names, line), style in zip(groups, styles(), strict=False):
+        kinds = ["dataset", "method", "init", "seed"]
+        told_apart = [kind for kind in kinds if chosen[kind].nunique() > 1] or ["method"]
+        for (_, line), style in zip(chosen.groupby(kinds, sort=False), styles(), strict=False):
+            names = [f"seed {line[kind].iloc[0]}" if kind == "seed" else line[kind].iloc[0] for kind in told_apart]
             line = line.sort_values("layer")
             value = line["value"].to_numpy(float)
             reach = [value - line["low"].to_numpy(float), line["high"].to_numpy(float) - value]
             ax.errorbar(line["layer"].astype(int), value, yerr=np.abs(reach), label=", ".join(map(str, names)), **style)
         ax.axhline(0, color="black", linewidth=0.6)
         ax.set(xlabel="layer", ylabel=shown_as(metric)[0])
+        ax.set_title("" if "dataset" in told_apart else str(chosen["dataset"].iloc[0]))
         legend_below(figure, [ax])
         if path is not None:
             kind = Path(path).suffix.removeprefix(".") or "png"

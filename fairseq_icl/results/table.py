@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ import pyarrow.parquet as pq
 from fairseq_icl import __version__
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of, sha256_of, write_atomically
-from fairseq_icl.results.bootstrap import Estimate
 
 COLUMNS: dict[str, str] = {
     "dataset": "str",
@@ -72,7 +72,19 @@ def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str
 
 
 def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """(table, provenance) of a file that `write_results` wrote."""
+    """What a results file holds.
+
+    Args:
+        path: `results.parquet` of a cell, or what `fairseq-icl score --results` wrote (.parquet or .csv).
+
+    Returns:
+        The table, as `compare` returns it, and its provenance: configuration, versions, checkpoints, machine.
+
+    Example:
+        ```python
+        table, provenance = read_results("RUN/results.parquet")
+        ```
+    """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such results file")
@@ -129,7 +141,20 @@ _MISSING = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper(
 
 
 def means(table: pd.DataFrame, layers: bool = False) -> pd.DataFrame:
-    """The rows that are means over examples and layers (or, with `layers`, the means of single layers), and counts."""
+    """The rows of a table that are means over examples, and counts.
+
+    Args:
+        table: Of `compare` or `read_results`.
+        layers: The means of single layers, in place of those over all layers.
+
+    Returns:
+        The rows without `example`.
+
+    Example:
+        ```python
+        means(table).set_index("metric")["value"]
+        ```
+    """
     single_layer = table["layer"].notna()
     return table[table["example"].isna() & (single_layer if layers else ~single_layer)]
 
@@ -141,34 +166,26 @@ def provenance(
     precision: str = "fp32",
     device: Any = "cpu",
 ) -> dict[str, Any]:
-    """What made a table: configuration, versions, commit, and the SHA-256 of each named checkpoint."""
+    """What made a table: configuration, versions, commit, and the SHA-256 of each named checkpoint.
+
+    And what rounding depends on, which fine-tuning at the papers' rates amplifies: threads, device and precision.
+    """
+    versions = {"fairseq_icl": __version__, "python": platform.python_version()}
+    for name in VERSIONS_OF:
+        with suppress(PackageNotFoundError):  # one of fairseq and fairseq-fixed is there, not both
+            versions[name] = version(name)
+    machine: dict[str, Any] = {}
+    if torch := sys.modules.get("torch"):  # where nothing was computed there is nothing to say
+        from fairseq_icl.devices import describe_device
+
+        machine = {"threads": torch.get_num_threads(), **describe_device(device), "precision": precision}
     return {
         "config": dict(config),
         "checkpoints": {name: sha256_of(path) for name, path in (checkpoints or {}).items()},
-        "versions": {"fairseq_icl": __version__, "python": platform.python_version(), **_versions()},
-        "machine": _machine(precision, device),
+        "versions": versions,
+        "machine": machine,
         "git": _git_state(Path(__file__).parent.parent),
     }
-
-
-def _machine(precision: str, device: Any) -> dict[str, Any]:
-    """What rounding depends on: threads, device and precision. Fine-tuning at the papers' rates amplifies rounding."""
-    torch = sys.modules.get("torch")  # where nothing was computed there is nothing to say
-    if torch is None:
-        return {}
-    from fairseq_icl.devices import describe_device
-
-    return {"threads": torch.get_num_threads(), **describe_device(device), "precision": precision}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS_OF:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # one of fairseq and fairseq-fixed is there, not both
-            continue
-    return found
 
 
 def _git_state(package: Path) -> dict[str, Any] | None:
@@ -223,30 +240,28 @@ def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -
 
 
 NONE = -1  # stands for a missing layer or example until the table is made
+NAN = np.array(np.nan)
 
 
 class Rows:
     """Blocks of rows (metric, layer, example, value, low, high)."""
 
     def __init__(self) -> None:
-        self.blocks: list[tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.blocks: list[tuple[Any, ...]] = []
 
-    def add_count(self, metric: str, count: float) -> None:
-        """A number of examples, cosines or tokens."""
-        self._add(metric, NONE, NONE, np.array([float(count)]))
-
-    def add_mean(self, metric: str, estimate: Estimate) -> None:
-        """The mean over examples (and layers)."""
-        self._add(metric, NONE, NONE, *(np.atleast_1d(part) for part in estimate))
-
-    def add_means(self, metric: str, estimate: Estimate) -> None:
-        """The mean over examples of each layer."""
-        self._add(metric, np.arange(len(estimate.value)), NONE, *estimate)
+    def add(
+        self, metric: str, value: Any, low: Any = np.nan, high: Any = np.nan, *, is_per_layer: bool = False
+    ) -> None:
+        """A mean over examples with its interval (of each layer, (layers,), or over all), or a count."""
+        columns = [np.atleast_1d(np.asarray(column, dtype=np.float64)) for column in (value, low, high)]
+        self._add(metric, np.arange(len(columns[0])) if is_per_layer else NONE, NONE, *columns)
 
     def add_examples(self, metric: str, examples: np.ndarray, values: np.ndarray, per_layer: bool = False) -> None:
         """One row an example (n,) and column of values (n, layers)."""
         layers = np.arange(values.shape[1]) if per_layer else np.array([NONE])
-        self._add(metric, np.tile(layers, len(examples)), np.repeat(examples, values.shape[1]), values.ravel())
+        self._add(
+            metric, np.tile(layers, len(examples)), np.repeat(examples, values.shape[1]), values.ravel(), NAN, NAN
+        )
 
     def frame(self, **identity: str | int) -> pd.DataFrame:
         """All rows as a table, with the same `identity` columns (dataset, seed, ...) in each, in front."""
@@ -256,32 +271,21 @@ class Rows:
         layer, example, value, low, high = (np.concatenate(columns.pop(0)) for _ in range(5))
         frame = pd.DataFrame(
             {
-                "metric": np.repeat(np.array(names, dtype=object), sizes),
-                "layer": pd.array(layer, dtype="Int64"),
-                "example": pd.array(example, dtype="Int64"),
+                "metric": pd.Series(names).array.repeat(sizes),
+                "layer": pd.arrays.IntegerArray(layer, layer == NONE),
+                "example": pd.arrays.IntegerArray(example, example == NONE),
                 "value": value,
                 "low": pd.array(low, dtype="Float64"),
                 "high": pd.array(high, dtype="Float64"),
             }
         )
-        for name in ("layer", "example"):
-            frame.loc[frame[name] == NONE, name] = pd.NA
         for place, (name, content) in enumerate(identity.items()):
             frame.insert(place, name, content)
         return frame
 
-    def _add(
-        self,
-        metric: str,
-        layer: np.ndarray | int,
-        example: np.ndarray | int,
-        value: np.ndarray,
-        low: np.ndarray | None = None,
-        high: np.ndarray | None = None,
-    ) -> None:
-        missing = np.full(len(value), np.nan)
-        low, high = missing if low is None else low, missing if high is None else high
-        columns = (np.broadcast_to(layer, value.shape), np.broadcast_to(example, value.shape), value, low, high)
-        defined = ~np.isnan(value)
+    def _add(self, metric: str, layer: np.ndarray | int, example: np.ndarray | int, *numbers: np.ndarray) -> None:
+        """Rows with defined values: layer and example of each, and value, low and high."""
+        defined = ~np.isnan(numbers[0])
         if defined.any():
-            self.blocks.append((metric, *(column[defined] for column in columns)))
+            columns = (np.broadcast_to(column, defined.shape)[defined] for column in (layer, example, *numbers))
+            self.blocks.append((metric, *columns))

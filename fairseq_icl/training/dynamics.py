@@ -52,7 +52,7 @@ class Curve:
     def finish(self, ft: Observation) -> pd.DataFrame:
         """The curve, with the fine-tuned model's observation of all queries as its last point.
 
-        **Returns** the columns of `CURVE_COLUMNS`: demonstrations (j), metric, value, and its 95 % interval low, high.
+        Returns the columns of `CURVE_COLUMNS`: demonstrations (j), metric, value, and its 95 % interval low, high.
         """
         self._add(len(self.prompts.finetuning), self._first(self.whole), self._first(ft))
         return pd.concat(self.points, ignore_index=True)

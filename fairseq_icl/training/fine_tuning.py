@@ -34,6 +34,7 @@ from fairseq_icl.files import give_back_memory
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.models.state_edits import StateEdit
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.settings import OF_TRAINING, SETTINGS, Settings, nearest
@@ -60,19 +61,30 @@ def fine_tuned(
 ) -> Iterator[Model]:
     """The model fine-tuned on the demonstrations of `prompts`, one pass over them; `model` itself stays what it is.
 
-    **Arguments**
-    - `method`: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl", or one that another
-      package brings.
-    - `settings`: of training: `lr` (needed, unless the method has its own), `clip_norm`, `layer_clip`,
-      `layer_clip_value`, `layer_step`, `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`,
-      `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
-    - `limits`: gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
-    - `record_queries`: keep the query vectors of the demonstrations, which recall and Kendall need.
-    - `after_demonstration`: called with (count, tuned, base) after every update that ends a demonstration: how many
-      were learnt from, the model as it is then (its weights change later), and the base model.
+    Or, by a method that trains nothing (`shallow_gd`, `task_vector`, ...), with its states edited.
 
-    **Yields** the fine-tuned model: `training_queries` and `gradients` (a table, see results/gradient_record.py) are
-    what was recorded meanwhile.
+    Args:
+        model: The base model, of `load_model`.
+        prompts: Of `build_prompts`; `prompts.finetuning` are the sequences, in order.
+        method: "gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl", "shallow_gd",
+            "task_vector", "function_vector", or one that another package brings.
+        limits: Gradient record of another run whose norms `layer_clip="norm"` holds each layer to.
+        record_queries: Keep the query vectors of the demonstrations, which recall and Kendall need.
+        after_demonstration: Called with (count, tuned, base) after every update that ends a demonstration: how many
+            were learnt from, the model as it is then (its weights change later), and the base model.
+        settings: Of training: `lr` (needed, unless the method has its own), `clip_norm`, `layer_clip`,
+            `layer_clip_value`, `layer_step`, `layer_step_size`, `train_parameters`, `biases`, `layers`, `layer_loss`,
+            `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
+
+    Yields:
+        The fine-tuned model: `training_queries` and `gradients` (a table: step, layer, parameter, norm) are what was
+            recorded meanwhile.
+
+    Example:
+        ```python
+        with fi.fine_tuned(model, prompts, method="lcgd", lr=1.0) as tuned:
+            ft = fi.observe(tuned, prompts)
+        ```
     """
     for name in settings:
         if name not in OF_TRAINING:
@@ -85,12 +97,15 @@ def fine_tuned(
             raise UserError(f"{name}={settings[name]}: method {method} has {name}={value}; leave it out")
     if chosen.lr is None:
         chosen = dataclasses.replace(chosen, lr=how.lr)
-    if chosen.lr is None:
+    if chosen.lr is None and how.reads(SETTINGS["lr"]):
         raise UserError("lr: no learning rate was given; give lr=RATE (the papers': fairseq-icl datasets NAME)")
     if not prompts.finetuning:
         raise UserError("num_demonstrations=0: there is nothing to fine-tune on; give at least 1, or method=none")
-    if model.weights is not None or isinstance(model.lm, LinearizedLM):
+    if model.weights is not None or model.edit is not None or isinstance(model.lm, LinearizedLM):
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
+    if how.edit is not None:
+        yield _edited(model, prompts, how, chosen)
+        return
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
     check_precision_of(how, chosen)
@@ -101,6 +116,17 @@ def fine_tuned(
         with fine_tuned(model, prompts, limiting.name, **same) as other:
             limits = other.gradients
     yield _train(model, prompts, how, chosen, limits, record_queries, after_demonstration)
+
+
+@within_memory("learning from the demonstrations")
+def _edited(model: Model, prompts: Prompts, method: Method, settings: Settings) -> Model:
+    """The model with its states edited by a method that trains nothing."""
+    assert method.edit is not None
+    with torch.no_grad():
+        edit = method.edit(model, prompts, settings)
+    if not isinstance(edit, StateEdit):
+        raise UserError(f"method {method.name}: made a {type(edit).__name__}; it has to make a StateEdit")
+    return dataclasses.replace(model.under(None, method.name), edit=edit)
 
 
 @within_memory("fine-tuning")
@@ -143,6 +169,15 @@ def _train(
         hooks.enter_context(repeatable(device))
         if device.type == "cuda":
             hooks.enter_context(torch.cuda.device(device))
+        if method.first and settings.align_epochs:
+            before = get_method(method.first)
+            aligned = dataclasses.replace(settings, lr=before.lr)
+            options = training_options(before, aligned, model.files, str(prompts.data), prompts.spec.name)
+            own = {"record_queries": False, "cpu": device.type != "cuda", "max_epoch": settings.align_epochs}
+            first_config = fairseq_config(options | own)
+            first_task = setup_task(first_config.task, prompts=prompts, settings=aligned, files=model.files)
+            first_task.control = gradient_control(learner.decoder, aligned)
+            _run(first_config, first_task, learner, lambda _: None)
         skipped = _run(config, task, learner, after_item)
     give_back_memory()  # of the gradients
     lm.eval()

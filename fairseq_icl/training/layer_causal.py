@@ -55,7 +55,7 @@ def layer_losses(
         with layer_states(decoder, layers, point) as states:
             # Through `model` and not `decoder`: DistributedDataParallel sets up its reduction in its own forward.
             model(**net_input, features_only=True)
-        return tuple(_before_unembedding(decoder, states[layer].transpose(0, 1)[scored]) for layer in layers)
+        return tuple(before_unembedding(decoder, states[layer].transpose(0, 1)[scored]) for layer in layers)
 
     evaluate: Callable[..., Any] | None = getattr(model, "evaluate", None)  # a linearized model adds first-order terms
     per_layer = evaluate(features) if evaluate is not None else features()  # layers x (tokens, dim)
@@ -69,13 +69,13 @@ def decoder_of(model: Any) -> Any:
     return model.decoder
 
 
-def check_decoder(decoder: Any, layers: str | None, point: str = "layer") -> range:
+def check_decoder(decoder: Any, layers: str | None, point: str = "layer", what: str = "layer-causal training") -> range:
     """The layers that get a loss; a UserError if this decoder cannot be trained layer by layer as asked."""
     head = decoder.output_projection
     if decoder.adaptive_softmax is not None or not isinstance(head, nn.Linear) or head.bias is not None:
         raise UserError(
-            "layer-causal training: the model's output layer is not one plain matrix (adaptive softmax?); "
-            "use --criterion cross_entropy"
+            f"{what}: the model's output layer is not one plain matrix (adaptive softmax?); "
+            "use --criterion cross_entropy (gd)"
         )
     if point == "attention" and any(getattr(layer, "parallel_residual", False) for layer in decoder.layers):
         raise UserError(
@@ -134,7 +134,7 @@ def _observe(layer: Any, point: str, states: dict[int, Tensor], index: int) -> t
     return layer.self_attn_layer_norm.register_forward_hook(lambda _, __, output: states.update({index: output}))
 
 
-def _before_unembedding(decoder: Any, x: Tensor) -> Tensor:
+def before_unembedding(decoder: Any, x: Tensor) -> Tensor:
     """What the output projection reads: x (tokens, dim) after the final layer norm (if the model has one), frozen."""
     for module in (decoder.layer_norm, decoder.project_out_dim):
         if module is not None:

@@ -1,4 +1,4 @@
-"""Fine-tuning methods by name: each is a set of `fairseq-train` flags. docs/adding_a_method.md shows how to add one.
+"""Methods by name: a set of `fairseq-train` flags, or an edit of states. docs/adding_a_method.md shows how to add one.
 
 From a method and the settings of a run follow the options of `fairseq-train`, of which both the configuration that runs
 in this process and the command line that does the same are made.
@@ -15,7 +15,10 @@ import yaml
 from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.files import ModelFiles
+from fairseq_icl.models.state_edits import MakeEdit
 from fairseq_icl.settings import FLAG_OF_FAIRSEQ, FLAG_OF_TASK, OF_TRAINING, SETTINGS, Setting, Settings, nearest
+from fairseq_icl.training.shallow import shallow_gd
+from fairseq_icl.training.vectors import function_vector, task_vector
 
 ENTRY_POINT_GROUP = "fairseq_icl.methods"
 PROTOCOL: dict[str, Any] = {
@@ -53,16 +56,27 @@ ALL = 1_000_000
 
 @dataclass(frozen=True)
 class Method:
-    """A way to fine-tune on the demonstrations: what `fairseq-train` is told beyond data, model and learning rate."""
+    """A way to learn from the demonstrations: what `fairseq-train` is told beyond data, model and learning rate.
+
+    Or, with `edit`, a way that trains nothing: what is done to the model's states.
+    """
 
     name: str
     help: str
     flags: tuple[str, ...] = ()
-    """Flags of `fairseq-train`; empty for a method that trains nothing."""
+    """Flags of `fairseq-train`; of a method that edits states, settings in the same form (`--shallow kernel`)."""
     lr: float | None = None
     """Its own learning rate, where those of experiments do not fit (a loss of another kind); one that is given wins."""
     compares: tuple[str, str] | None = None
     """Two methods whose fine-tuned models are compared with each other instead of with ICL."""
+    edit: MakeEdit | None = None
+    """Of a method that trains nothing: makes its `StateEdit` of (model, prompts, settings)."""
+    edit_reads: tuple[str, ...] = ()
+    """The settings of training that `edit` reads."""
+    first: str = ""
+    """A method whose training, at its own learning rate and for `align_epochs`, comes before this one's."""
+    reads_prompt: bool = False
+    """Whether it learns from the ICL prompt too, and not from the fine-tuning sequences alone."""
 
     def __post_init__(self) -> None:
         """Refuse flags that say nothing, or that are not a method's to set."""
@@ -72,21 +86,28 @@ class Method:
         for name in self.options:
             if name in SETTINGS and name not in OF_TRAINING:
                 raise UserError(f"method {self.name}: --{name.replace('_', '-')} is not of training; give {name}=VALUE")
+        for name in (*self.edit_reads, *(self.options if self.edit is not None else ())):
+            if name not in OF_TRAINING:
+                raise UserError(f"method {self.name}: {name} is no setting of training; {nearest(name, OF_TRAINING)}")
         _ = self.settings
 
     @property
     def trains(self) -> bool:
-        """Whether the method has a fine-tuned model of its own."""
-        return bool(self.flags)
+        """Whether the method trains weights, by fairseq."""
+        return bool(self.flags) and self.edit is None
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The methods whose fine-tuned models a cell of this method needs: its own, the two it compares, or none."""
-        return self.compares or ((self.name,) if self.trains else ())
+        """The methods whose models a cell of this method needs: its own, the two it compares, or none."""
+        return self.compares or ((self.name,) if self.trains or self.edit is not None else ())
 
     def reads(self, known: Setting) -> bool:
         """Whether a setting of training can matter to this method: fairseq's own loss knows none of other losses'."""
+        if self.edit is not None:
+            return known.name in self.edit_reads
         own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
+        if known.flag_of == ():
+            return bool(self.first) and known.name == "align_epochs"
         return own_loss or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
 
     @property
@@ -115,12 +136,25 @@ def _value_of(text: str) -> Any:
         return yaml.safe_load(text)
 
 
+SHALLOW = ("lr", "layers", "shallow", "kernel", "shallow_steps", "shallow_batch", "shallow_step")
 _methods: dict[str, Method] = {}
 _entry_points_read = False
 
 
 def register_method(method: Method) -> Method:
-    """Make `method` known by its name; a second, different method of the same name is refused."""
+    """Make a method known by its name; a second, different method of the same name is refused.
+
+    Args:
+        method: Its name and flags.
+
+    Returns:
+        The method itself.
+
+    Example:
+        ```python
+        register_method(Method("adam", "fine-tuning by Adam", ("--optimizer", "adam"), lr=1e-3))
+        ```
+    """
     known = _methods.setdefault(method.name, method)
     if known != method:
         raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")
@@ -158,6 +192,48 @@ for _method in (
         "keys and values trained to reproduce ICL's attention outputs: at least so much is possible",
         ("--criterion", "match_icl", "--optimizer", "adam", "--max-epoch", "20"),
         lr=0.001,
+        reads_prompt=True,
+    ),
+    Method(
+        "align_then_train",
+        "match_icl first, then vanilla fine-tuning from there (Mishra et al. 2025, arXiv 2509.22621)",
+        ("--criterion", "cross_entropy"),
+        first="match_icl",
+        reads_prompt=True,
+    ),
+    Method(
+        "lora",
+        "vanilla fine-tuning of keys and values in a random subspace of rank lora_rank",
+        ("--criterion", "cross_entropy", "--train-parameters", "lora"),
+    ),
+    Method(
+        "shallow_gd",
+        "descent on a shallow function of every layer's states, which adds to its attention output; no weight changes",
+        lr=0.03,  # on the scale of the demo model's states; other models need a search
+        edit=shallow_gd,
+        edit_reads=SHALLOW,
+    ),
+    Method(
+        "shallow_gd_kernel",
+        "the same with a function of the softmax kernel, whose value is attention to the demonstrations",
+        ("--shallow", "kernel"),
+        lr=100.0,
+        edit=shallow_gd,
+        edit_reads=SHALLOW,
+    ),
+    Method(
+        "task_vector",
+        "the state of a demonstration prompt's last token, put in place at one layer (Hendel et al. 2023)",
+        edit=task_vector,
+        edit_reads=("layers", "selection_rows"),
+        reads_prompt=True,
+    ),
+    Method(
+        "function_vector",
+        "mean outputs of the heads with the largest indirect effect, added at one layer (Todd et al. 2023)",
+        edit=function_vector,
+        edit_reads=("layers", "selection_rows", "vector_heads"),
+        reads_prompt=True,
     ),
     Method("alpha", "SimAM_delta between vanilla and layer-causal fine-tuning", compares=("gd", "lcgd")),
     Method("none", "no fine-tuning: ZSL and ICL only"),
@@ -196,7 +272,7 @@ def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
 
     The registered method whose options are just those of the checkpoint; otherwise the options themselves, in words.
     """
-    known = [_methods[name] for name in method_names() if _methods[name].trains]
+    known = [_methods[name] for name in method_names() if _methods[name].trains and not _methods[name].first]
     names = dict.fromkeys(name for method in known for name in method.options)
     found = {name: linearized if name == "linearize" else _saved_option(config, name) for name in names}
     for method in sorted(known, key=lambda method: -len(method.options)):  # what says more is named first

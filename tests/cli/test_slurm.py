@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -93,8 +94,12 @@ def test_a_worker_is_killed_and_a_job_ends_and_the_tables_are_those_of_a_local_r
 
 def test_without_the_command_that_submits_jobs_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delitem(sys.modules, "dask_jobqueue.runner", raising=False)  # whose import takes the signal
+    monkeypatch.delitem(sys.modules, "dask_jobqueue", raising=False)
+    interrupt = signal.getsignal(signal.SIGINT)
     with pytest.raises(UserError, match="cluster=pbs: no qsub on this machine"):
         demo(tmp_path / "run", "cluster=pbs", "quiet=true")
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 @needs_slurm

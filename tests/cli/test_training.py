@@ -15,7 +15,8 @@ from tests.world import World, save_model
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    succeeded(world.train(folder))
+    done = succeeded(world.train(folder))
+    assert max(map(len, done.text.splitlines())) < 1000, "fairseq's line of its configuration is for LOGLEVEL=DEBUG"
     return folder / "checkpoint_last.pt"
 
 

@@ -1,8 +1,11 @@
 """The same numbers on a simulated GPU as on the CPU, and nothing on the way mixes devices."""
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -52,6 +55,24 @@ def test_every_method_and_precision(on_gpus: OnGPUs, world: World, precision: st
     # match_icl steps with Adam, which makes whole steps of gradients that are nothing but rounding.
     tolerance = 0.2 if method == "match_icl" else TOLERANCE[precision]
     assert_same(on_gpus(pipeline, world.model, world, precision, method), expected, tolerance)
+
+
+def table_on(device: str, saved: bytes) -> pd.DataFrame:
+    """The table of the same observations, computed on a device."""
+    prompts, *observations = pickle.loads(saved)
+    return fi.compare(prompts, *(replace(seen, device=device) for seen in observations))
+
+
+def test_metrics_are_computed_where_was_observed(on_gpus: OnGPUs, world: World) -> None:
+    model = fi.load_model(world.model, bpe=None)
+    prompts = replace(fi.build_prompts(model, str(world.spec), data=world.data, k=4, limit=6), spell=None)
+    zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
+    with fi.fine_tuned(model, prompts, lr=0.01) as tuned:
+        saved = pickle.dumps((prompts, zsl, icl, fi.observe(tuned, prompts)))
+    found, expected = on_gpus(table_on, "cuda:1", saved, devices=2), table_on("cpu", saved)
+    assert found["metric"].tolist() == expected["metric"].tolist()
+    assert {"kendall_tokens", "sim_am_delta", "sim_aou_random_matched"} <= set(found["metric"])
+    np.testing.assert_allclose(found["value"], expected["value"], atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

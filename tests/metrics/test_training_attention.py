@@ -139,8 +139,18 @@ def test_kendall_of_rows_of_several_blocks():
     np.testing.assert_allclose(value, expected, atol=1e-12)
 
 
+def test_a_gpu_compares_pairs_and_finds_the_same(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randint(0, 9, (5, 2, 40), generator=generator).double() for _ in range(2))
+    a[0] = 1.0  # all tied
+    monkeypatch.setattr(ta, "PAIRS", 3 * 40**2)  # in several parts
+    found, expected = ta._kendall_by_pairs(a, b), ta.kendall(a, b)
+    torch.testing.assert_close(found.value, expected.value)
+    assert torch.equal(found.zero_updates, expected.zero_updates)
+
+
 def test_equal_values_have_one_rank_and_are_counted_as_tied_pairs():
-    ranks, tied = ta._ranked(np.array([[0.5, -1.0, 0.5, 2.0, 0.5]]))
+    ranks, tied = ta._ranked(torch.tensor([[0.5, -1.0, 0.5, 2.0, 0.5]]))
     assert ranks.tolist() == [[1, 0, 1, 2, 1]]
     assert tied.tolist() == [3]
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
+from fairseq_icl.metrics import vectors
 from fairseq_icl.metrics.vectors import cosine, gaussian, l2_norm, uniform, unit
 
 
@@ -29,6 +31,25 @@ def test_gaussian_draws_have_the_moments_of_the_normal_distribution():
     draws = gaussian(torch.arange(100), (1000,), "a")
     assert abs(float(draws.mean())) < 0.02
     assert abs(float(draws.var()) - 1) < 0.02
+
+
+def test_draws_made_on_a_gpu_are_those_of_the_cpu():
+    """The way of the GPU, run on the CPU: the same bits, and normal numbers that differ by the straight lines."""
+    example, shape = torch.tensor([0, 3, 871]), (24, 50)
+    bits = vectors._bits_of(example, shape, "a")
+    assert torch.equal(vectors._shares_of(bits), uniform(example, shape, "a"))
+    exact = vectors._quantile(vectors._shares_of(bits))
+    assert float((gaussian(example, shape, "a") - exact).abs().max()) < 2e-6
+    rounded = vectors.uniform_float32(example, shape, "a")
+    assert float((rounded - uniform(example, shape, "a")).abs().max()) < 1e-7
+
+
+@given(st.integers(1, 70), st.integers(0, 3))
+def test_zeros_in_front_that_fill_whole_steps_change_no_bit_of_a_product(size, steps):
+    a, b = uniform(torch.arange(3), (size,), "a") - 0.5, uniform(torch.arange(3), (size,), "b")
+    plain = [pad(x, (-size % vectors.STEP, 0)) for x in (a, b)]
+    longer = [pad(x, (steps * vectors.STEP, 0)) for x in plain]
+    assert torch.equal(vectors.dot(*longer), vectors.dot(*plain))
 
 
 def test_streams_and_examples_are_uncorrelated():

@@ -90,7 +90,7 @@ def test_missing_yaml_file_is_reported(tmp_path: Path) -> None:
         ({"hub": HUB | {"files": {"train": "../x.jsonl", "valid": "y.jsonl"}}}, "is not the path of a file"),
         ({"hub": HUB | {"sha256": {"train": "abc"}}}, "hub.sha256.train: 'abc' is not a sha256"),
         ({"hub": HUB | {"branch": "main"}}, "hub.branch: unknown key; choose from files"),
-        ({"rows": {"test": {"count": 1}}}, "rows.test: unknown key; choose from train, valid"),
+        ({"rows": {"test": {"count": 1}}}, "rows.test=test: input should be 'train' or 'valid'"),
         ({"rows": {"train": {"sha256": "0" * 64}}}, "rows.train.count: is missing"),
         ({"rows": {"train": {"count": 2, "single": {2: "0" * 64}}}}, "rows.train: single must be a mapping"),
         ({"rows": {"train": {"count": 2, "single": {1: "0"}}}}, "rows.train.single.1: '0' is not a sha256"),

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.replication.folders import ResultsFolder
+from fairseq_icl.replication.report.displacement import COSINES, RATIO
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.results import Rows, write_results
-from fairseq_icl.results.bootstrap import Estimate
 
 LAYERS, EXAMPLES = 24, 12
 DATASETS, SEEDS = ("sst2", "mr"), (1, 2, 3)
@@ -64,6 +64,13 @@ def make(folder: Path, world: Level, spread: float = 0.005, seeds: tuple[int, ..
                     for m in means
                 }
                 finish(store, key, table(means, shift, noise), place | {"seed": seed})
+                if (init, method) in (GD, LCGD):  # half as far as ICL, and twice as far
+                    swept = {name: means[name] for name in COSINES}
+                    for lr, ratio in ((0.001, 0.5), (0.01, 2.0)):
+                        of_rate = {**place, "variant": f"lr={lr:g}"}
+                        entries.append({**of_rate, "seed": seed, "permutation": 0, "key": f"{key}lr{lr:g}"})
+                        frame = table({**swept, RATIO: ratio}, {**shift, RATIO: 0.0}, noise)
+                        finish(store, f"{key}lr{lr:g}", frame, of_rate | {"seed": seed}, lr)
     store.add_plan({"experiment": "claims", "tables": ["deutch2024_table1"], "cells": entries})
     return load_run(folder)
 
@@ -76,16 +83,17 @@ def table(means: dict[str, float], shift: dict[str, float], noise: float) -> pd.
     for metric, mean in means.items():
         per_layer = metric.startswith(LAYERED)
         values = mean + shift[metric] + noise * generator.standard_normal((EXAMPLES, LAYERS if per_layer else 1))
-        rows.add_mean(metric, Estimate(values.mean(), values.mean() - 0.1, values.mean() + 0.1))
+        rows.add(metric, values.mean(), values.mean() - 0.1, values.mean() + 0.1)
         if per_layer:
-            rows.add_means(metric, Estimate(values.mean(0), values.mean(0) - 0.1, values.mean(0) + 0.1))
+            means = values.mean(0)
+            rows.add(metric, means, means - 0.1, means + 0.1, is_per_layer=True)
         rows.add_examples(metric, np.arange(EXAMPLES), values, per_layer)
-    rows.add_count("examples", EXAMPLES)
+    rows.add("examples", EXAMPLES)
     return rows.frame(dataset="", seed=0, permutation=0, method="", init="")
 
 
-def finish(store: ResultsFolder, key: str, frame: pd.DataFrame, place: dict) -> None:
-    settings = {"num_demonstrations": 32, "lr": 0.003, "clip_norm": 0.0, "seed": place["seed"]}
+def finish(store: ResultsFolder, key: str, frame: pd.DataFrame, place: dict, lr: float = 0.003) -> None:
+    settings = {"num_demonstrations": 32, "lr": lr, "clip_norm": 0.0, "seed": place["seed"]}
     settings |= {"switch_labels": "none", "switch_fraction": 1.0}
     configuration = {"cell": {"method": place["method"], "settings": settings}}
 

@@ -78,7 +78,9 @@ def test_no_bit_of_an_example_depends_on_the_examples_beside_it():
             series = getattr(parted.seen, kind)
             assert series.keys() == getattr(whole.seen, kind).keys()
             for name, expected in getattr(whole.seen, kind).items():
-                assert np.array_equal(series[name].values, expected.values, equal_nan=True), f"{name}, {size} at a time"
+                assert np.array_equal(series[name].values(), expected.values(), equal_nan=True), (
+                    f"{name}, {size} at a time"
+                )
 
 
 def without_filling(seen: Observation) -> Observation:

@@ -27,8 +27,19 @@ def test_every_run_of_the_table_is_a_line_over_the_layers(tmp_path: Path):
     assert [line.get_xdata().tolist() for line in lines] == [[0, 1, 2]] * 2
     assert [y for line in lines for y in line.get_ydata()] == values.tolist()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["sst2, gd, pretrained, 1", "sst2, lcgd, pretrained, 1"]
+    assert labels == ["gd", "lcgd"]
+    assert ax.get_title() == "sst2"
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_names_what_differs():
+    runs = [table().assign(seed=seed, dataset=name) for seed in (1, 2) for name in ("sst2", "mine")]
+    figure = layers_figure(pd.concat(runs), "sim_aou")
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["sst2, seed 1", "mine, seed 1", "sst2, seed 2", "mine, seed 2"]
+    assert figure.axes[0].get_title() == ""
+    [alone] = layers_figure(table(), "sim_aou").legends[0].get_texts()
+    assert alone.get_text() == "gd"
 
 
 def test_a_metric_that_the_table_does_not_have_by_layer_suggests_one():

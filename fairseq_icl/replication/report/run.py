@@ -162,6 +162,8 @@ class Run:
         """Means by IDENTITY without the variant, metric and the values of `settings`: mean, sd and runs over seeds."""
         overall = self.values[self.values["layer"].isna()]
         cells = {key: configuration["cell"]["settings"] for key, configuration in self.configurations.items()}
+        if "perturbation" not in settings:  # a cell with its weights moved is no further seed
+            overall = overall[[not cells[key].get("perturbation") for key in overall["key"]]]
         # Other variants (a clipped one, say) are told apart by all settings but these.
         others = {key: json.dumps({n: v for n, v in cell.items() if n not in settings}) for key, cell in cells.items()}
         overall = overall.assign(
@@ -331,11 +333,20 @@ LAST_COLUMNS = ["metric", "layer", "value", "low", "high", "key"]
 def read_run(folder: str | Path) -> pd.DataFrame:
     """All finished cells of a results folder: a row for every cell, metric and layer (missing: over all layers).
 
-    Columns: model, dataset, method, init, variant, seed, permutation, k, lr, every other setting that differs between
-    cells, metric, layer, value (mean over examples), low, high (its 95 % interval), key (of the cell's folder).
+    Args:
+        folder: What `fairseq-icl replicate` was given as `out`.
 
-        run = fi.read_run("runs/demo")
-        run[(run.metric == "sim_aou") & run.layer.isna()].pivot_table("value", "k", "method").plot()
+    Returns:
+        Columns model, dataset, method, init, variant, seed, permutation, k, lr, every other setting that differs
+            between cells, metric, layer, value (mean over examples), low, high (its 95 % interval), key (of the cell's
+            folder).
+
+    Example:
+        ```python
+        run = fi.read_run("RUN")
+        overall = run[(run["metric"] == "sim_aou") & run["layer"].isna()]
+        overall.pivot_table("value", "k", "method").plot()  # a mean over seeds
+        ```
     """
     run = load_run(folder)
     settings = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
