@@ -249,7 +249,7 @@ def _trained_preconditioner(seed: int) -> Record:
         return random_regression(count, EXAMPLES, width, generator=generator, dtype=dtype, variances=VARIANCES)
 
     model = LinearSelfAttentionModel(width, 1, 1, generator=generator)
-    with torch.no_grad():  # of any start every second one ends in a worse minimum, where A has the sign of its start
+    with torch.no_grad():  # from a start of the other sign it often ends in a worse minimum
         model.matrices[:, 1] = model.matrices[:, 0]
         model.matrices[:, 3] = -model.matrices[:, 2].transpose(1, 2)
     train(model, lambda: tasks(BATCH, torch.float32), 800)

@@ -319,7 +319,7 @@ def _watched(
     seen: list[Seen] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.append(look(module, args[0] if args else kwargs.get("query", kwargs.get("hidden_states")), output))
+        seen.append(look(module, (args or tuple(kwargs.values()))[0], output))
 
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
     tokens = _tokens(decoder, sequence)
