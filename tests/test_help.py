@@ -1,11 +1,12 @@
 """Help: complete, and there at once, which means that nothing slow is imported for it."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from fairseq_icl.commands import COMMANDS
+from fairseq_icl.commands import COMMANDS, main
 from fairseq_icl.commands.command_line import replicate
 from fairseq_icl.replication.configuration import ClusterSettings, RunConfiguration
 from fairseq_icl.settings import SETTINGS
@@ -40,3 +41,18 @@ def test_help_of_replicate_has_every_key_with_choices_and_defaults():
     assert "number of demonstrations k (default: as the paper says)" in text
     assert "one of fp32, fp16, bf16 (default: fp32)" in text
     assert "none (ZSL and ICL only) (default: [gd])" in text
+
+
+def test_openmp_threads_of_commands_do_not_spin_unless_the_user_says_how_they_wait(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert main(["--version"]) == 0
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert main(["--version"]) == 0
+    assert os.environ["GOMP_SPINCOUNT"] == "5"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert main(["--version"]) == 0
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"

@@ -58,6 +58,9 @@ class Terminated(BaseException):
 
 _received: list[int] = []
 """The signal that is ending the process."""
+SPINNING = "1000"
+"""How often an OpenMP thread looks for work before it sleeps: by default some milliseconds, in which others cannot run.
+Beside busy processes this is most of the time (docs/faq.md)."""
 AGAIN_AFTER = 0.05
 """Seconds until a signal that got lost is sent again."""
 LAST_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -85,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Ctrl-C ends with one line and code 130, SIGTERM with 143; whoever reads our output may stop reading (141).
     """
+    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is loaded, which it is not yet
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINNING)
     _received.clear()
     before = {number: signal.signal(number, _on_signal) for number in LAST_WORDS}
     hook, sys.unraisablehook = sys.unraisablehook, _on_unraisable

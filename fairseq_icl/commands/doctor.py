@@ -21,9 +21,9 @@ from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.errors import EXIT_CODE, UserError
 from fairseq_icl.files import DEMO_MODEL
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.models.checkpoints import base_reference, language_model_config, read_checkpoint
+from fairseq_icl.models.checkpoints import base_reference, is_hugging_face, language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
-from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
+from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
 from fairseq_icl.models.reference import TOLERANCE, difference_from_transformers
 from fairseq_icl.observing.layout import Packed

@@ -26,8 +26,10 @@ from fairseq_icl.replication.configuration import (
 from fairseq_icl.replication.engine import Job, import_plugins
 from fairseq_icl.replication.estimate import describe
 from fairseq_icl.replication.find_model import find_model, with_each_layer
-from fairseq_icl.replication.folders import ResultsFolder
+from fairseq_icl.replication.folders import ResultsFolder, StoreError
 from fairseq_icl.replication.plan import borrowed_rates, data_folder, expand
+from fairseq_icl.replication.report.rates import next_steps
+from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.tables import check_tables
 from fairseq_icl.replication.run import engine_of, run, unfinished, way_to_run
 from fairseq_icl.settings import SETTINGS
@@ -65,29 +67,57 @@ def run_configuration(config: dict[str, Any]) -> None:
     if config["dry_run"]:
         print(describe(config, cells, data))
         return
-    folder = ResultsFolder(config["out"])
     share = config["share"] or ""
-    with folder.owned(share):
-        job = job_of(config, data)
-        engine = engine_of(job)
-        folder.check_cells(map(engine.keys.of, cells))
-        folder.add_plan(plan_of(config, cells, engine.keys))
-        planned = len({engine.keys.of(cell) for cell in cells})
-        cluster = ClusterSettings(**config["cluster"])
-        with tqdm(total=planned, unit="cell", disable=config["quiet"] or bool(share)) as bar:
-            bar.update(planned - len(unfinished(cells, engine)))
+    with ResultsFolder(config["out"]).owned(share):
+        if config["search_rounds"] and not share:  # one part alone does not know what the others have found
+            search(config, cells, data)
+        else:
+            compute(config, cells, data)
 
-            def tell(line: str) -> None:
-                say(line)
-                bar.update()
 
-            def say(line: str) -> None:
-                if not config["quiet"]:
-                    bar.write(line, file=sys.stderr)
+def compute(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> None:
+    """Compute what is missing of the cells; the results folder remembers that they were asked for."""
+    folder, job = ResultsFolder(config["out"]), job_of(config, data)
+    engine = engine_of(job)
+    folder.check_cells(map(engine.keys.of, cells))
+    folder.add_plan(plan_of(config, cells, engine.keys))
+    planned = len({engine.keys.of(cell) for cell in cells})
+    cluster = ClusterSettings(**config["cluster"])
+    with tqdm(total=planned, unit="cell", disable=config["quiet"] or bool(config["share"])) as bar:
+        bar.update(planned - len(unfinished(cells, engine)))
 
-            for line in borrowed_rates(cells):
-                say(line)
-            run(job, cells, tell, way_to_run(config["workers"], cluster, say), share_of(config["share"]))
+        def tell(line: str) -> None:
+            say(line)
+            bar.update()
+
+        def say(line: str) -> None:
+            if not config["quiet"]:
+                bar.write(line, file=sys.stderr)
+
+        for line in borrowed_rates(cells):
+            say(line)
+        run(job, cells, tell, way_to_run(config["workers"], cluster, say), share_of(config["share"]))
+
+
+def search(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> None:
+    """Compute the cells, then what a search of learning rates still has to try, round by round (search_rounds)."""
+    keys, tried = engine_of(job_of(config, data)).keys, dict.fromkeys(cells)
+    sources = {cell.dataset: cell.source for cell in cells}
+    more = list(cells)
+    for _ in range(config["search_rounds"] + 1):
+        try:
+            compute(config, more, data)
+        except UserError as error:
+            found = load_run(config["out"]).configurations
+            if isinstance(error, StoreError) or not any(keys.of(cell) in found for cell in tried):
+                raise
+            print(f"{error}; the search goes on without it", file=sys.stderr)  # numbers overflow at a rate too high
+        steps = next_steps(load_run(config["out"]), set(map(keys.of, tried)))
+        plans = [{**config, "datasets": [sources[of]], "method": [name], "vary": vary} for of, name, vary in steps]
+        more = [cell for plan in plans for cell in expand(plan) if cell not in tried]
+        if not more:
+            return
+        tried |= dict.fromkeys(more)
 
 
 def job_of(config: dict[str, Any], data: Path) -> Job:

@@ -21,8 +21,7 @@ from torch import Tensor
 from fairseq_icl.compat.command_line import flag, flags_of
 from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models import Model, facts_of
-from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
-from fairseq_icl.models.hugging_face import is_hugging_face
+from fairseq_icl.models.checkpoints import base_reference, is_hugging_face, read_checkpoint
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
 from fairseq_icl.observing import Observation, Observer
 from fairseq_icl.observing.observation import Gathering

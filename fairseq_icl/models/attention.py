@@ -14,6 +14,7 @@ width of a head.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
+
+KINDS = ("softmax", "momentum")
+"""Rules of attention that a model may have been trained with."""
 
 
 def decayed_sum(values: Tensor, eta: float | Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -232,6 +236,21 @@ class RuledAttention(nn.Module):
     def _get_input_buffer(self, incremental_state: Any) -> dict[str, Tensor]:
         """fairseq's decoder layer asks for this before every pass; see `forward` for why it is always empty."""
         return {}
+
+
+def trained_rule(options: Mapping[str, Any], path: str | Path = "") -> Rule:
+    """The rule of attention in the options of a model; `path` names its checkpoint in errors, if there is one."""
+    kind, eta = str(options.get("attention") or KINDS[0]), options.get("attention_momentum") or 0.0
+    where = f"{path}: its options say " if path else ""
+    if kind not in KINDS:
+        raise UserError(f"{where}attention={kind[:40]}: choose from {', '.join(KINDS)}")
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta < 1:
+        raise UserError(f"{where}momentum={str(eta)[:40]}: must be at least 0 and below 1, or the sum does not decay")
+    if (eta > 0) != (kind == "momentum"):
+        raise UserError(
+            f"{where}attention={kind}, momentum={eta:g}: give --attention momentum and --momentum ETA together"
+        )
+    return Rule(momentum=float(eta))
 
 
 def set_rule(decoder: Any, rule: Rule) -> None:

@@ -6,19 +6,14 @@ All other flags, the initialisation and the names of the weights are those of `t
 the choice in their options, and whatever loads a model in this package follows it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
-from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import Rule, set_rule
-
-KINDS = ("softmax", "momentum")
+from fairseq_icl.models.attention import KINDS, set_rule, trained_rule
 
 
 @dataclass
@@ -50,18 +45,3 @@ class AttentionLM(TransformerLanguageModel):
         model: AttentionLM = super().build_model(args, task)
         set_rule(model.decoder, rule)
         return model
-
-
-def trained_rule(options: Mapping[str, Any], path: str | Path = "") -> Rule:
-    """The rule of attention in the options of a model; `path` names its checkpoint in errors, if there is one."""
-    kind, eta = str(options.get("attention") or KINDS[0]), options.get("attention_momentum") or 0.0
-    where = f"{path}: its options say " if path else ""
-    if kind not in KINDS:
-        raise UserError(f"{where}attention={kind[:40]}: choose from {', '.join(KINDS)}")
-    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta < 1:
-        raise UserError(f"{where}momentum={str(eta)[:40]}: must be at least 0 and below 1, or the sum does not decay")
-    if (eta > 0) != (kind == "momentum"):
-        raise UserError(
-            f"{where}attention={kind}, momentum={eta:g}: give --attention momentum and --momentum ETA together"
-        )
-    return Rule(momentum=float(eta))

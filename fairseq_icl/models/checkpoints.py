@@ -28,6 +28,11 @@ BASE_REFERENCE = "base"
 """Key of a fine-tuned checkpoint's task state that names the checkpoint it was trained from."""
 
 
+def is_hugging_face(path: str | Path) -> bool:
+    """Whether `path` is a folder with a config.json (and no fairseq checkpoint), as a Hugging Face model is."""
+    return (Path(path) / "config.json").is_file() and not (Path(path) / "model.pt").is_file()
+
+
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The content of a fairseq checkpoint; tensors stay on disk (memory-mapped) until they are used.
 

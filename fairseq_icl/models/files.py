@@ -19,8 +19,8 @@ from fairseq.tokenizer import tokenize_line
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_MODEL, sha256_of
-from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
-from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
+from fairseq_icl.models.checkpoints import is_hugging_face, language_model_config, read_checkpoint
+from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.prompts import Encode, Writing
 
 KNOWN_SHARE = 0.9

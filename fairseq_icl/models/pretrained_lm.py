@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.compat.models import without_initialisation
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import Rule, rule_of, set_rule
-from fairseq_icl.models.attention_lm import trained_rule
+from fairseq_icl.models.attention import Rule, rule_of, set_rule, trained_rule
 from fairseq_icl.models.checkpoints import is_mapped, language_model_config, read_checkpoint, saved_model_options
 from fairseq_icl.models.hugging_face import HFModel, xglm
 from fairseq_icl.models.hugging_face.weights import check_files

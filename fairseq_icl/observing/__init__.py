@@ -41,6 +41,8 @@ __all__ = ["Observation", "Observer", "observe"]
 
 TOP_TOKENS = 10
 """How many of the most likely next tokens are kept: K of Shen et al. (2023)."""
+AT_ONCE = 8
+"""Demonstrations whose likelihood is computed together."""
 
 Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
 """Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, scores over the context
@@ -237,18 +239,25 @@ class Observer:
         if settings.queries != "train" or self.context != self.prompts.start:
             return None
         sequences = [finetuning_sequence(query, query.gold, settings.loss_on, self.context) for query in queries]
-        tokens = filled_up([sequence.tokens for sequence in sequences])
-        scored = filled_up([sequence.scored for sequence in sequences])[:, 1:]
+        device, found = next(decoder.parameters()).device, torch.zeros(len(sequences))
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index].tokens))
+        # A few of like length at a time: all tokens have a probability of every word of the dictionary.
+        for start in range(0, len(order), AT_ONCE):
+            places = order[start : start + AT_ONCE]
+            given = filled_up([sequences[place].tokens for place in places]).to(device)
+            scored = filled_up([sequences[place].scored for place in places])[:, 1:]
 
-        def run() -> Tensor:
-            with edited(decoder, self.model.edit, torch.arange(len(last)), last), positions_from(decoder, 0):
-                return decoder(given[:, :-1])[0]
+            chosen = [queries[place] for place in places]
+            last = torch.tensor([len(self.context) + len(query.inputs[query.gold]) - 1 for query in chosen])
 
-        given = tokens.to(next(decoder.parameters()).device)
-        last = torch.tensor([len(self.context) + len(query.inputs[query.gold]) - 1 for query in queries])
-        log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)
-        of_tokens = log_probs.gather(2, given[:, 1:, None])[..., 0].float().cpu()
-        return (of_tokens * scored).sum(1) / scored.sum(1)
+            def run(tokens: Tensor = given[:, :-1], last: Tensor = last) -> Tensor:
+                with edited(decoder, self.model.edit, torch.arange(len(last)), last), positions_from(decoder, 0):
+                    return decoder(tokens)[0]
+
+            log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)
+            of_tokens = log_probs.gather(2, given[:, 1:, None])[..., 0].float().cpu()
+            found[places] = (of_tokens * scored).sum(1) / scored.sum(1)
+        return found
 
 
 def _check_scores(scores: Tensor, queries: Sequence[Query]) -> None:

@@ -66,7 +66,8 @@ def scores_by_depth(model: Model, layout: Layout, features: Tensor, scores: Tens
     between the options of a query count.
     """
     decoder = model.lm.decoder
-    if len(layout.logit_sequence) == len(scores) and _is_one_matrix(decoder):
+    is_one_matrix = decoder.adaptive_softmax is None and isinstance(decoder.output_projection, nn.Linear)
+    if len(layout.logit_sequence) == len(scores) and is_one_matrix:
         tokens, place = layout.entry_token.unique(return_inverse=True)  # (K,), (E,)
         values = model.evaluate(lambda: _option_logits(decoder, features, tokens))  # (L - 1, R, K)
         entries = values.float().cpu()[:, layout.entry_logits, place]  # (L - 1, E)
@@ -77,10 +78,6 @@ def scores_by_depth(model: Model, layout: Layout, features: Tensor, scores: Tens
             logits = model.evaluate(partial(decoder.output_layer, layer))  # (R, V)
             inner.append(layout.option_scores(decoder.get_normalized_probs((logits, None), log_probs=True)))
     return torch.stack([*(layer.log_softmax(dim=1) for layer in inner), scores], dim=1)
-
-
-def _is_one_matrix(decoder: Any) -> bool:
-    return decoder.adaptive_softmax is None and isinstance(decoder.output_projection, torch.nn.Linear)
 
 
 def _option_logits(decoder: Any, features: Tensor, tokens: Tensor) -> Tensor:

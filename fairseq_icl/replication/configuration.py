@@ -218,6 +218,7 @@ class RunConfiguration(Typed):
     vary: dict[Any, Any]
     audit: bool
     plain: bool
+    search_rounds: int = Field(ge=0, le=100)
     skip: list[Any]
     published_settings: dict[Any, Any]
     tables: list[Any]
@@ -300,6 +301,11 @@ def check_scale(value: Any) -> None:
 def explain(error: Exception) -> str:
     """Hydra's message without its hints about the developer's environment."""
     message = str(error).split("Config search path")[0]
+    if unknown := re.match(r"Could not override '([^'.]+)'", message):
+        known = {*SETTINGS, *RunConfiguration.model_fields, *OTHER_NAMES, "experiment"}
+        hint = nearest(unknown[1], known)
+        hint = hint if hint.startswith("did") else "fairseq-icl replicate --help lists them"
+        return f"{unknown[1]}: no such key or setting; {hint}"
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("Set the environment", "full_key", "object_type"))]
     return " ".join(lines) + " (fairseq-icl replicate --help shows the settings)"

@@ -12,9 +12,8 @@ from pydantic import AfterValidator
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB, split_name
 from fairseq_icl.files import DEMO_MODEL, PACKAGE, read_yaml, write_atomically
-from fairseq_icl.models.checkpoints import language_model_config, read_checkpoint
+from fairseq_icl.models.checkpoints import is_hugging_face, language_model_config, read_checkpoint
 from fairseq_icl.models.files import TOKENIZER_FILES, ModelFiles, find_files, load_dictionary, save_random_model
-from fairseq_icl.models.hugging_face import is_hugging_face
 from fairseq_icl.settings import nearest
 from fairseq_icl.typed import Typed
 

@@ -68,21 +68,19 @@ def graph_of(cells: Sequence[Cell], keys: Keys, folder: ResultsFolder, *, share_
         needed = [add("prompts", keys.of_prompts(cell), cell)]
         return [*needed, add("model", keys.of_model(cell), cell)] if share_models else needed
 
-    def observe(need: Need) -> str:
+    def limiting(need: Need) -> list[str]:
+        """The fine-tuning whose gradients limit those of this one, where there is such a one and it is not stored."""
         limit = limits_of(need.cell, keys) if need.condition == "ft" else None
-        limited = [observe(limit)] if limit is not None and not folder.observation(limit.key).is_there else []
-        return add(need.condition, need.key, need.cell, [*sources(need.cell), *limited])
+        return [] if limit is None or folder.observation(limit.key).is_there else [observe(limit)]
+
+    def observe(need: Need) -> str:
+        return add(need.condition, need.key, need.cell, [*sources(need.cell), *limiting(need)])
 
     for cell in cells:
         needs = sources(cell)
         for need in _awaited(cell, keys):
-            limit = limits_of(need.cell, keys) if need.condition == "ft" else None
-            if folder.observation(need.key).is_there:
-                continue
-            if uses[need.key] > 1:
-                needs.append(observe(need))
-            elif limit is not None and not folder.observation(limit.key).is_there:
-                needs.append(observe(limit))
+            if not folder.observation(need.key).is_there:
+                needs += [observe(need)] if uses[need.key] > 1 else limiting(need)
         add("cell", keys.of(cell), cell, needs)
     return list(tasks.values())
 

@@ -18,7 +18,7 @@ from fairseq_icl.replication.find_model import MAX_NAME
 from fairseq_icl.results import text_table
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import check_precision_of, get_method
-from fairseq_icl.training.step_sizes import equal_step_size
+from fairseq_icl.training.norms import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""

@@ -166,6 +166,7 @@ def by_dask(
 ) -> Iterator[Outcome]:
     """Every task as one of Dask's; results of prompts stay with the workers."""
     from distributed import as_completed
+    from distributed.scheduler import KilledWorker
 
     if not graph:
         return
@@ -179,22 +180,15 @@ def by_dask(
             futures[task.key] = client.submit(attempt, job, task, *needs, key=task.key, priority=-number)
         for future in as_completed([futures[task.key] for task in graph if task.kind != "prompts"]):
             task = by_key[future.key]
-            yield _outcome_of(future)
+            try:
+                yield future.result()
+            except KilledWorker:
+                reason = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
+                yield Outcome(task.key, failure=reason)
             for need in (task.key, *task.needs):
                 left[need] -= need != task.key
                 if not left[need] and (need != task.key or task.kind == "cell"):
                     futures.pop(need, None)  # Dask forgets what nobody holds
-
-
-def _outcome_of(future: "Future") -> Outcome:
-    from distributed.scheduler import KilledWorker
-
-    try:
-        outcome: Outcome = future.result()
-        return outcome
-    except KilledWorker:
-        reason = "its worker died again and again, perhaps for want of memory; give fewer workers, or one"
-        return Outcome(str(future.key), failure=reason)
 
 
 @contextmanager
@@ -208,9 +202,14 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
     threads = threads_each(workers if cluster.kind == LOCAL else 1, cluster)
     variables = {f"{name}_NUM_THREADS": threads for name in ("OMP", "MKL", "OPENBLAS")}
     with ExitStack() as opened, dask.config.set({"distributed.nanny.pre-spawn-environ": variables}):
-        opened.callback(_restore, dict(os.environ))  # Dask leaves in this process what it sets for its workers
+        opened.callback(os.environ.update, dict(os.environ))  # Dask leaves here what it sets for its workers:
+        opened.callback(os.environ.clear)  # first this, then what was there before
         if cluster.kind.startswith(SCHEDULER):
-            client = opened.enter_context(_connected(cluster.kind))
+            try:
+                client = opened.enter_context(Client(cluster.kind, timeout="10s"))
+            except (OSError, ValueError) as error:
+                problem = "no scheduler answers there; start one with dask scheduler"
+                raise UserError(f"cluster={cluster.kind}: {problem}") from error
         elif cluster.kind == LOCAL:
             silent: dict[str, Any] = {"silence_logs": logging.CRITICAL, "dashboard_address": ":0", "memory_limit": 0}
             local = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, **silent)
@@ -225,21 +224,6 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
             client.register_plugin(_one_gpu_each())
         client.wait_for_workers(1, timeout=FIRST_WORKER)
         yield client
-
-
-def _restore(variables: dict[str, str]) -> None:
-    """Make these the environment variables of the process."""
-    os.environ.clear()
-    os.environ.update(variables)
-
-
-def _connected(address: str) -> "Client":
-    from distributed import Client
-
-    try:
-        return Client(address, timeout="10s")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cluster={address}: no scheduler answers there; start one with dask scheduler") from error
 
 
 def _jobs(cluster: ClusterSettings, logs: Path) -> Any:

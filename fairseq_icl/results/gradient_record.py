@@ -12,7 +12,7 @@ The record is a tidy table, one row for a step, a layer and a parameter:
     update         l2 norm of the change that the update made, |dW|
     weight         l2 norm of the parameter before it, |W|
     whole_layer    l2 norm of the gradient of all parameters of the layer, frozen ones too, summed over tokens and
-                   before any clipping (training/whole_layers.py; missing unless gradient_norms=all): the same in all
+                   before any clipping (training/norms.py; missing unless gradient_norms=all): the same in all
                    rows of a step and layer
 
 so that the relative size of a layer's step is root(sum update^2) / root(sum weight^2) over its parameters.
@@ -134,20 +134,16 @@ class GradientRecorder:
     def table(self) -> pd.DataFrame:
         """All updates so far."""
         width, updates = len(self.layers), self._updates
-
-        def of_each(values: Sequence[Any], kind: type) -> np.ndarray:
-            return np.repeat(np.array(values, dtype=kind), width)
-
         unknown = dict.fromkeys(self.layers, math.nan)
         whole = [[(update.whole_layers or unknown)[layer] for layer in self.layers] for update in updates]
         columns = (
-            of_each([update.step for update in updates], np.int64),
-            of_each([update.demonstration for update in updates], object),
+            np.repeat(np.array([update.step for update in updates], dtype=np.int64), width),
+            np.repeat(np.array([update.demonstration for update in updates], dtype=object), width),
             np.tile(self.layers, len(updates)),
             np.tile(np.array(self.parameters, dtype=object), len(updates)),
             np.array([update.norms for update in updates], dtype=np.float64).reshape(-1),
-            of_each([update.loss_sum for update in updates], np.float64),
-            of_each([update.sample_size for update in updates], np.int64),
+            np.repeat(np.array([update.loss_sum for update in updates], dtype=np.float64), width),
+            np.repeat(np.array([update.sample_size for update in updates], dtype=np.int64), width),
             np.array([update.updates for update in updates], dtype=np.float64).reshape(-1),
             np.array([update.weights for update in updates], dtype=np.float64).reshape(-1),
             np.array(whole, dtype=np.float64).reshape(-1),

@@ -103,11 +103,6 @@ def files_of(cfg: Any) -> ModelFiles:
     return find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
 
 
-def _runs_the_model_once(criterion: Any) -> bool:
-    """Whether the criterion's one pass over the tokens of a batch is the model's own, no part of it left out."""
-    return any(type(criterion) is CRITERION_REGISTRY[name] for name in RUN_THE_MODEL_ONCE)
-
-
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
@@ -247,21 +242,20 @@ class DemonstrationPromptingTask(FairseqTask):
         They are those of the pass that the loss is computed with, where it is the only one and the model's own.
         """
         tokens, lengths = sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"]
-
-        def keep(queries: torch.Tensor) -> None:  # (layers, B, T, d)
-            for row, length, own in zip(sample["rows"], lengths.tolist(), queries.unbind(1), strict=True):
-                # A copy: as a view it would keep, and a checkpoint save, the padding of the whole batch.
-                self.training_queries[row] = own[:, :length].to("cpu", torch.float32, copy=True)
-
+        is_own_pass = any(type(criterion) is CRITERION_REGISTRY[name] for name in RUN_THE_MODEL_ONCE)
         if not self.cfg.record_queries:
             yield
-        elif self.cfg.linearize or getattr(criterion, "sequential", False) or not _runs_the_model_once(criterion):
-            keep(observe_training_queries(model, tokens))
+            return
+        if self.cfg.linearize or getattr(criterion, "sequential", False) or not is_own_pass:
+            queries = observe_training_queries(model, tokens)  # (layers, B, T, d)
             yield
         else:
-            with attention_queries(model.decoder) as queries:
+            with attention_queries(model.decoder) as seen:
                 yield
-            keep(torch.stack(queries[: len(model.decoder.layers)]))
+            queries = torch.stack(seen[: len(model.decoder.layers)])
+        for row, length, vectors in zip(sample["rows"], lengths.tolist(), queries.unbind(1), strict=True):
+            # A copy: as a view it would keep, and a checkpoint save, the padding of the whole batch.
+            self.training_queries[row] = vectors[:, :length].to("cpu", torch.float32, copy=True)
 
     def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         """Gradients are final here (averaged and clipped): limit and record them per layer, then step."""
@@ -315,7 +309,4 @@ class DemonstrationPromptingTask(FairseqTask):
         """The model's dictionary."""
         return self.dictionary
 
-    @property
-    def target_dictionary(self) -> Dictionary:
-        """The same."""
-        return self.dictionary
+    target_dictionary = source_dictionary

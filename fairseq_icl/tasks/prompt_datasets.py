@@ -24,15 +24,11 @@ class _OfKnownLengths(FairseqDataset):
     def num_tokens(self, index: int) -> int:
         return int(self.lengths[index])
 
-    def size(self, index: int) -> int:
-        return self.num_tokens(index)
+    size = num_tokens
+    can_reuse_epoch_itr_across_epochs = True
 
     def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
         return self.lengths[indices]
-
-    @property
-    def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        return True
 
 
 class FinetuningDataset(_OfKnownLengths):
@@ -42,8 +38,12 @@ class FinetuningDataset(_OfKnownLengths):
         super().__init__()
         self.pad = pad
         self.items: list[tuple[int, tuple[int, ...], tuple[bool, ...]]] = []
-        for sequence in sequences:
-            self.items.extend(_steps(sequence, step_per))
+        for row, tokens, scored in ((one.row, one.tokens, one.scored) for one in sequences):
+            if step_per == "demonstration":
+                self.items.append((row, tokens, scored))
+            else:  # one prefix for each scored token
+                ends = [end for end, is_scored in enumerate(scored) if is_scored]
+                self.items += [(row, tokens[: end + 1], (False,) * end + (True,)) for end in ends]
         self.lengths = np.array([len(tokens) for _, tokens, _ in self.items], dtype=np.int64)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -127,14 +127,3 @@ def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
         },
         "target": target,
     }
-
-
-def _steps(sequence: FinetuningSequence, step_per: str) -> list[tuple[int, tuple[int, ...], tuple[bool, ...]]]:
-    """The optimizer steps a demonstration gives: itself, or one prefix for each of its scored tokens."""
-    if step_per == "demonstration":
-        return [(sequence.row, sequence.tokens, sequence.scored)]
-    return [
-        (sequence.row, sequence.tokens[: end + 1], (False,) * end + (True,))
-        for end, scored in enumerate(sequence.scored)
-        if scored
-    ]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.errors import UserError, naming
-from fairseq_icl.models.checkpoints import base_reference, read_checkpoint
-from fairseq_icl.models.hugging_face import is_hugging_face
+from fairseq_icl.models.checkpoints import base_reference, is_hugging_face, read_checkpoint
 from fairseq_icl.models.pretrained_lm import PretrainedLMConfig
 from fairseq_icl.settings import SETTINGS, check_reading
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConfig

@@ -5,6 +5,7 @@ The task calls `GradientControl.before_step` when an update's gradient is final 
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -26,14 +27,43 @@ from fairseq_icl.results.gradient_record import (
     trained_parameters,
 )
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.step_sizes import StepSizes, equal_step_size, norms_of
-from fairseq_icl.training.whole_layers import WholeLayers
+from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
+from fairseq_icl.training.softmax_gradient import LORA
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
 Limits: TypeAlias = list[float] | pd.DataFrame
 """Per layer; or by step: demonstration and norms (list, one per layer)."""
 FROM_FILE = "from:"
+
+
+class LowRank:
+    """LoRA: W + B A for every trained matrix W, A (rank, d) with orthonormal rows drawn at random and fixed, B from 0.
+
+    A step of gradient descent on B is G A^T, G the gradient of W: so W moves by G A^T A, and that is all that is done
+    here. With d rows A^T A is the identity.
+    """
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.rank, self.seed = rank, seed
+        self._rows: dict[int, Tensor] = {}
+
+    def project(self, optimizer: FairseqOptimizer, gradients: Sequence[Tensor | None]) -> None:
+        """Make the gradients of matrices those of their low rank, in place."""
+        if not is_plain_sgd(optimizer):
+            raise UserError("train_parameters=lora: needs plain gradient descent (--optimizer sgd, no momentum)")
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and gradient.dim() == 2 and self.rank < gradient.size(1):
+                rows = self.rows(place, gradient.size(1)).to(gradient)
+                gradient.copy_(gradient @ rows.T @ rows)
+
+    def rows(self, place: int, width: int) -> Tensor:
+        """A of the trained parameter number `place`, (rank, width)."""
+        if place not in self._rows:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place)
+            drawn = torch.randn(width, self.rank, generator=generator, dtype=torch.float64)
+            self._rows[place] = torch.linalg.qr(drawn)[0].T
+        return self._rows[place]
 
 
 class GradientControl:
@@ -47,18 +77,20 @@ class GradientControl:
         recorder: GradientRecorder | None = None,
         step_size: float | None = None,
         whole_layers: WholeLayers | None = None,
+        low_rank: LowRank | None = None,
     ) -> None:
         """`clip` and `limits` (of `layer_limits`) bound each layer's gradient; `recorder` keeps norms and steps.
 
         `step_size` is the relative size |dW| / |W| that every layer's step gets; None: what the learning rate gives.
-        `whole_layers` looks at the gradients of all parameters of a layer, for the record.
+        `whole_layers` looks at the gradients of all parameters of a layer, for the record. `low_rank` is LoRA's.
         """
-        self.whole_layers = whole_layers
+        self.whole_layers, self.low_rank = whole_layers, low_rank
         self.num_layers = len(decoder.layers)
         self.trained = trained_parameters(decoder)
         self.clip = clip
         self.limits: Limits = [] if limits is None else limits
-        self.recorder = recorder if _is_first_process() else None
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.recorder = recorder if is_first else None
         self.compares_rows = recorder is not None or not isinstance(self.limits, list)
         self.steps = StepSizes(decoder, step_size) if self.recorder is not None or step_size is not None else None
         self._norms_so_far = [0.0] * len(self.trained)
@@ -73,13 +105,16 @@ class GradientControl:
         recorded as one, with its `last` step.
         """
         gradients, factor = true_gradients(optimizer, [parameter for _, _, parameter in self.trained])
+        if self.low_rank is not None:
+            self.low_rank.project(optimizer, gradients)
         norms = norms_of(gradients, factor)  # one a trained parameter
         if not all(map(math.isfinite, norms)):
             if isinstance(optimizer, AMPOptimizer):
                 return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
             raise UserError(self._not_finite(norms, sample_info[0]))
         layer_norms = self._by_layer(norms)
-        rows, loss_sum, sample_size = _gathered(sample_info) if self.compares_rows else sample_info
+        is_one_of_many = self.compares_rows and torch.distributed.is_initialized()
+        rows, loss_sum, sample_size = _gathered(sample_info) if is_one_of_many else sample_info
         demonstration = ",".join(map(str, rows))
         self._norms_so_far = [one + other for one, other in zip(self._norms_so_far, norms, strict=True)]
         if last:
@@ -193,7 +228,8 @@ def gradient_control(
     """
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
     whole = WholeLayers(decoder) if settings.gradient_norms == "all" and not linearized else None
-    return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole)
+    low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == LORA else None
+    return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole, low_rank)
 
 
 def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFrame | None = None) -> Limits:
@@ -235,14 +271,8 @@ def _limit(gradient: Tensor, clip: str, limit: float, layer_norm: float, factor:
         gradient.mul_(limit / layer_norm)
 
 
-def _is_first_process() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
 def _gathered(sample_info: SampleInfo) -> SampleInfo:
     """The update's parts of all processes: rows in the order of processes, sums of the rest."""
-    if not torch.distributed.is_initialized():
-        return sample_info
     parts: list[SampleInfo] = [([], 0.0, 0)] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, sample_info)
     rows, losses, sizes = zip(*parts, strict=True)

@@ -24,6 +24,8 @@ REPLICATE = ("replicate", "experiment=demo", "--quiet")
         ("quiet=abc", "quiet=abc: must be true or false"),
         ("+bogus=1", "bogus: unknown key"),
         ("+hydra.bogus=1", "hydra"),
+        ("epxeriment=demo", "epxeriment: no such key or setting; did you mean experiment?"),
+        ("shots=3", "shots: no such key or setting; fairseq-icl replicate --help lists them"),
         ("vary=3", "vary=3: must be a mapping"),
         ("vary={lr:[]}", "vary.lr=[]"),
         ("variants={3:{lr:1}}", "variants.3"),

@@ -13,8 +13,8 @@ from torch import Tensor
 import fairseq_icl as fi
 from fairseq_icl import tasks  # noqa: F401 - changes fairseq's command line
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import Rule, set_rule
-from fairseq_icl.models.attention_lm import AttentionLM, AttentionLMConfig, trained_rule
+from fairseq_icl.models.attention import Rule, set_rule, trained_rule
+from fairseq_icl.models.attention_lm import AttentionLM, AttentionLMConfig
 from fairseq_icl.models.files import load_dictionary
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder

@@ -11,7 +11,8 @@ from fairseq.modules import gelu as fairseq_gelu
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fairseq_icl.models.hugging_face import HFModel, is_hugging_face, read_folder
+from fairseq_icl.models.checkpoints import is_hugging_face
+from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.models.transformers_lm import TransformersDecoder
 from tests.models.hf_reference import (
     GELU_IN_FP32,

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.replication.folders import ResultsFolder
+from fairseq_icl.replication.report.displacement import COSINES, RATIO
 from fairseq_icl.replication.report.run import Run, load_run
 from fairseq_icl.results import Rows, write_results
 
@@ -63,6 +64,13 @@ def make(folder: Path, world: Level, spread: float = 0.005, seeds: tuple[int, ..
                     for m in means
                 }
                 finish(store, key, table(means, shift, noise), place | {"seed": seed})
+                if (init, method) in (GD, LCGD):  # half as far as ICL, and twice as far
+                    swept = {name: means[name] for name in COSINES}
+                    for lr, ratio in ((0.001, 0.5), (0.01, 2.0)):
+                        of_rate = {**place, "variant": f"lr={lr:g}"}
+                        entries.append({**of_rate, "seed": seed, "permutation": 0, "key": f"{key}lr{lr:g}"})
+                        frame = table({**swept, RATIO: ratio}, {**shift, RATIO: 0.0}, noise)
+                        finish(store, f"{key}lr{lr:g}", frame, of_rate | {"seed": seed}, lr)
     store.add_plan({"experiment": "claims", "tables": ["deutch2024_table1"], "cells": entries})
     return load_run(folder)
 
@@ -84,8 +92,8 @@ def table(means: dict[str, float], shift: dict[str, float], noise: float) -> pd.
     return rows.frame(dataset="", seed=0, permutation=0, method="", init="")
 
 
-def finish(store: ResultsFolder, key: str, frame: pd.DataFrame, place: dict) -> None:
-    settings = {"num_demonstrations": 32, "lr": 0.003, "clip_norm": 0.0, "seed": place["seed"]}
+def finish(store: ResultsFolder, key: str, frame: pd.DataFrame, place: dict, lr: float = 0.003) -> None:
+    settings = {"num_demonstrations": 32, "lr": lr, "clip_norm": 0.0, "seed": place["seed"]}
     settings |= {"switch_labels": "none", "switch_fraction": 1.0}
     configuration = {"cell": {"method": place["method"], "settings": settings}}
 

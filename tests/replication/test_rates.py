@@ -1,57 +1,178 @@
 """experiment=rate_search: which rate is chosen, where it is written, and that a run takes it from there."""
 
+import pandas as pd
 import pytest
 import torch
 import yaml
 
 import fairseq_icl as fi
 from fairseq_icl.prompts.encoding import finetuning_sequence
-from fairseq_icl.replication.report.rates import choose_rates, rate_tables, write_model_files
+from fairseq_icl.replication.report.claims import verdicts
+from fairseq_icl.replication.report.displacement import (
+    COSINES,
+    LINE,
+    RATIO,
+    at_equal_length,
+    displacement_figures,
+    displacement_tables,
+    sweeps,
+)
+from fairseq_icl.replication.report.rates import (
+    Choice,
+    choose_rates,
+    half_decade,
+    rate_figures,
+    rate_tables,
+    write_model_files,
+)
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.results import read_results
 from tests.commands import run, succeeded
 
 SEARCH = ["experiment=rate_search", "model=demo", "dataset=demo_sentiment", "num_demonstrations=6", "limit=8"]
-SEARCH += ["vary.lr=[0.0001,0.1,1000]", "method=gd,lcgd", "quiet=true"]
+SEARCH += ["vary.lr=[0.01,0.03]", "method=gd,lcgd", "seed=101,102", "quiet=true"]
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
+    """From a grid below the best rates."""
     out = tmp_path_factory.mktemp("rates") / "run"
     succeeded(run("fairseq-icl", "replicate", *SEARCH, f"out={out}"))
     return out
 
 
-def test_the_rate_with_the_most_likely_demonstrations_is_chosen(searched):
-    found = load_run(searched)
-    choices = {choice.method: choice for choice in choose_rates(found)}
+def test_the_grid_grows_until_the_best_rate_is_inside_it_and_was_tested_against_rounding(searched):
+    choices = {choice.method: choice for choice in choose_rates(load_run(searched))}
     assert choices.keys() == {"gd", "lcgd"}
     for choice in choices.values():
-        assert list(choice.likelihoods.index) == [0.0001, 0.1, 1000.0]
-        assert set(choice.likelihoods["runs"]) == {2}
-        assert choice.likelihoods["mean"].max() == choice.likelihoods.loc[choice.rate, "mean"]
-        assert choice.rate == 0.1  # little is learned with the first, nothing is left after the last
-    (table,) = rate_tables(found)
-    assert [entries[-1].mean for _, entries in table.rows] == [0.1, 0.1]
-    assert "edge of the grid" not in " ".join(table.notes)
+        rates = list(choice.tried.index)
+        assert rates[:4] == [0.01, 0.03, 0.1, 0.3]
+        assert set(choice.tried["runs"]) == {2}
+        assert choice.problem == ""
+        assert rates[0] < choice.rate < rates[-1]
+        assert choice.is_admitted(choice.rate)
+        rejected = [rate for rate in rates if choice.is_admitted(rate) is False]
+        assert choice.rate == choice.tried.drop(rejected)["log_likelihood_ft"].astype(float).idxmax()
+        assert choice.by_text == choice.tried["demonstration_log_likelihood_ft"].astype(float).idxmax()
 
 
-def test_a_best_rate_at_the_edge_is_told(searched):
+def test_the_report_shows_both_criteria_and_the_spread_by_rounding(searched):
     found = load_run(searched)
-    narrow = found.values[found.values["variant"] != "lr=1000"]
-    (table,) = rate_tables(type(found)(**{**vars(found), "values": narrow}))
-    assert "edge of the grid" in " ".join(table.notes)
+    (table,) = rate_tables(found)
+    assert [label for label, _ in table.rows][:3] == [
+        f"demo_sentiment: gd, {x}" for x in ("labels", "text", "rounding")
+    ]
+    choice = choose_rates(found)[0]
+    rows = {label: dict(zip(table.columns, entries, strict=True)) for label, entries in table.rows}
+    assert rows["demo_sentiment: gd, labels"]["best rate"].mean == choice.rate
+    assert rows["demo_sentiment: gd, text"]["best rate"].mean == choice.by_text
+    assert rows["demo_sentiment: gd, rounding"][f"{choice.rate:g}"].mean >= 0
+    assert rows["demo_sentiment: gd, rounding"]["0.01"].mean is None  # only the best are tested
+    charts = list(rate_figures(found, "demo"))
+    assert [chart.name for chart in charts] == [
+        "rates_log_likelihood_ft_demo",
+        "rates_demonstration_log_likelihood_ft_demo",
+    ]
+    labels, best = charts[0].panels[0].series[:2]
+    assert (best.x, best.y) == ([choice.rate], [max(labels.y)])
+
+
+def test_a_search_that_is_done_has_nothing_left_to_try_and_changes_nothing(searched):
+    before = sorted(path.name for path in (searched / "cells").iterdir())
+    succeeded(run("fairseq-icl", "replicate", *SEARCH, f"out={searched}"))
+    assert sorted(path.name for path in (searched / "cells").iterdir()) == before
+
+
+def test_methods_are_compared_where_they_move_the_model_as_far_as_icl_does(searched):
+    found = load_run(searched)
+    cells = sweeps(found, "demo")
+    assert set(cells["method"]) == {"gd", "lcgd"}
+    assert not cells["variant"].str.contains("perturbation").any()
+    (table,) = displacement_tables(found)
+    (chart,) = displacement_figures(found, "demo")
+    equal = at_equal_length(cells)
+    for choice, (label, entries) in zip(choose_rates(found), table.rows, strict=True):
+        assert label == f"demo_sentiment: {choice.method}"
+        by_name = dict(zip(table.columns, entries, strict=True))
+        own = cells[(cells["method"] == choice.method) & (cells["size"] == choice.rate)]
+        assert by_name["SimAOU at own rate"].mean == pytest.approx(own["sim_aou"].mean())
+        assert by_name["length ratio at own rate"].mean == pytest.approx(own["length_ratio_sim_aou"].mean())
+        there = equal[equal["method"] == choice.method]
+        assert by_name["SimAOU at ratio 1"].runs == len(there)
+        series = next(series for series in chart.panels[0].series if series.label == choice.method)
+        assert list(series.x) == sorted(series.x)  # a higher rate goes further
+        assert len(series.x) == len(choice.tried)
+    verdict = next(v for v in verdicts(found, "demo") if v.claim.name == "lcgd_sim_aou_equal_length")
+    both = equal.pivot_table(index="seed", columns="method", values="sim_aou").dropna()
+    assert len(both) == 2
+    assert verdict.average.value == pytest.approx((both["lcgd"] - both["gd"]).mean())
+
+
+def test_the_value_at_equal_length_lies_between_the_rates_on_either_side():
+    sizes, ratios = (0.01, 0.1, 1.0), (0.1, 0.5, 2.0)
+    rows = [
+        ("d", "pretrained", "gd", "lr", 1, 0, *point, 0.2, 0.1)
+        for point in zip(sizes, ratios, (0.3, 0.5, 0.7), strict=True)
+    ]
+    rows += [("d", "pretrained", "gd", "lr", 2, 0, size, 0.5, 0.3, 0.2, 0.1) for size in sizes]  # never gets there
+    names = [*LINE, "seed", "permutation", "size", RATIO, *COSINES]
+    (found,) = at_equal_length(pd.DataFrame(rows, columns=names)).to_dict("records")
+    assert (found["seed"], found["sim_aou"]) == (1, pytest.approx(0.6))  # 1 is half way from 0.5 to 2
+    assert found["size"] == pytest.approx(10**-0.5)
+
+
+def curve(likelihoods, rounding=(), seed_sd=0.1, runs=2):
+    """A choice among the rates 1, 3, 10 ... with these likelihoods; `rounding` by rate."""
+    rows = {
+        half_decade(1, place): {
+            "runs": runs,
+            "keys": (),
+            "log_likelihood_ft": value,
+            "demonstration_log_likelihood_ft": -value,
+            "log_likelihood_ft by rounding": dict(rounding).get(half_decade(1, place), float("nan")),
+            "log_likelihood_ft by seed": seed_sd,
+            "auc_ft by rounding": float("nan"),
+            "auc_ft by seed": float("nan"),
+        }
+        for place, value in enumerate(likelihoods)
+    }
+    return Choice("m", "d", "gd", pd.DataFrame(rows).T)
+
+
+def test_the_rates_are_half_decades():
+    assert [half_decade(0.03, steps) for steps in (-2, -1, 0, 1, 2)] == [0.003, 0.01, 0.03, 0.1, 0.3]
+    assert half_decade(0.2, -1) < 0.2 < half_decade(0.2, 1)
+
+
+@pytest.mark.parametrize(
+    ("likelihoods", "rounding", "rate", "beyond", "problem"),
+    [
+        ([-3, -1, -2], {3: 0.01}, 3, None, ""),
+        ([-3, -1, -2], {}, 3, None, "not tested"),
+        ([-3, -2, -1], {10: 0.01}, 10, 30, "at the edge"),
+        ([-1, -2, -3], {}, 1, 0.3, "at the edge"),
+        ([-4, -2, -1, -3], {10: 0.2, 3: 0.01}, 3, None, ""),  # the best one is decided by rounding
+        ([-2, -1, float("nan")], {3: 0.01}, 3, None, ""),  # the next one leaves no finite numbers
+        ([-2, -1, -3], {1: 0.2, 3: 0.2, 10: 0.2}, None, 0.3, "every rate"),
+    ],
+)
+def test_what_is_chosen_and_what_is_tried_next(likelihoods, rounding, rate, beyond, problem):
+    choice = curve(likelihoods, rounding)
+    assert (choice.rate, choice.beyond) == (rate, beyond)
+    assert problem in choice.problem
+    assert bool(problem) == bool(choice.problem)
 
 
 def test_a_run_takes_the_rates_from_the_models_file(searched, tmp_path):
     path = searched / "report" / "demo.yaml"
     rates = yaml.safe_load(path.read_text())["learning_rates"]
-    assert rates == {"demo_sentiment": dict.fromkeys(("gd", "lcgd", "linearized", "linearized_lcgd"), 0.1)}
+    choices = {choice.method: choice.rate for choice in choose_rates(load_run(searched))}
+    assert rates == {"demo_sentiment": choices}
     words = ["experiment=deutch2024", f"model={path}", "data=demo", "dataset=demo_sentiment", "paper=demo", "seed=1"]
     words += ["num_demonstrations=6", "limit=4", "method=gd", "init=pretrained", f"out={tmp_path / 'run'}"]
     assert "1 of 1 cells finished" in succeeded(run("fairseq-icl", "replicate", *words)).stdout
     (said,) = load_run(tmp_path / "run").configurations.values()
-    assert said["cell"]["settings"]["lr"] == 0.1
+    assert said["cell"]["settings"]["lr"] == choices["gd"]
     assert write_model_files(load_run(tmp_path / "run"), tmp_path) == []  # nothing was searched there
 
 

@@ -10,7 +10,7 @@ from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.results import whole_layer_matrix
 from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl
-from fairseq_icl.training.whole_layers import WholeLayers, _product_square
+from fairseq_icl.training.norms import WholeLayers, _product_square
 from tests.criterions.tiny_model import criterion
 from tests.training.small_models import SAMPLE, optimizer_of, small_model, update, weights_of
 

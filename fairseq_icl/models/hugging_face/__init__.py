@@ -21,7 +21,6 @@ from fairseq_icl.models.hugging_face.tokenizer import Vocabulary, read_vocabular
 from fairseq_icl.prompts import Writing
 
 CONFIG = "config.json"
-FAIRSEQ_CHECKPOINT = "model.pt"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of unsharded weights, the preferred one first; NAME.index.json lists the shards of sharded ones."""
 UNKNOWN_WORDS = ("<unk>", "[UNK]")
@@ -138,11 +137,6 @@ class HFModel:
         for name, value in (self.architecture.options or {}).items():
             setattr(config, name, value)
         return config
-
-
-def is_hugging_face(path: str | Path) -> bool:
-    """Whether `path` is a folder with a config.json (and no fairseq checkpoint), as a Hugging Face model is."""
-    return (Path(path) / CONFIG).is_file() and not (Path(path) / FAIRSEQ_CHECKPOINT).is_file()
 
 
 def read_folder(path: str | Path) -> HFModel:

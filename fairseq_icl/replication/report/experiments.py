@@ -186,12 +186,17 @@ def _perturbed(run: Run) -> pd.DataFrame:
 
 
 def _spreads(measured: pd.DataFrame, scale: float) -> tuple[Entry, ...]:
-    """One entry for each of SPREAD_COLUMNS; an SD is pooled over groups, and missing if no group has two values."""
+    """One entry for each of SPREAD_COLUMNS."""
     half = ((measured["high"] - measured["low"]) / 2).mean()
-    within = (measured.groupby(by)["value"].var().mean() for by in (["seed", "permutation"], ["draw"]))
-    numbers = (measured["value"].mean(), *map(np.sqrt, within), half)
+    spreads = (pooled(measured, ["seed", "permutation"]), pooled(measured, ["draw"]))
+    numbers = (measured["value"].mean(), *spreads, half)
     runs, keys = len(measured), tuple(measured["key"])
     return tuple(Entry(None if np.isnan(x) else float(x) * scale, runs=runs, keys=keys) for x in numbers)
+
+
+def pooled(measured: pd.DataFrame, by: list[str]) -> float:
+    """The SD within the groups, pooled over them; NaN if no group has two values."""
+    return float(np.sqrt(measured.groupby(by)["value"].var().mean()))
 
 
 STEP_COLUMNS = {"loss_bits": "loss (bits a token, layers added)", "sample_size": "tokens"}

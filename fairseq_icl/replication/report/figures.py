@@ -9,7 +9,9 @@ import pandas as pd
 from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report import experiments, steps
 from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, curves, lines
+from fairseq_icl.replication.report.displacement import displacement_figures
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_gradients, authors_runs
+from fairseq_icl.replication.report.rates import rate_figures
 from fairseq_icl.replication.report.run import Run, needs, plain, with_data
 from fairseq_icl.results import LENGTH_RATIO
 
@@ -345,6 +347,8 @@ FIGURES = (
     gradient_norms,
     clipping,
     accuracy_by_k,
+    rate_figures,
+    displacement_figures,
     learning_rates,
     switched_labels,
     against_length,

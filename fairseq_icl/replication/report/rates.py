@@ -1,104 +1,223 @@
-"""What experiment=rate_search found: a table of likelihoods, and a model's YAML file with the chosen learning rates."""
+"""experiment=rate_search: which learning rate is chosen, what is still to be tried, table, figure and model file.
 
+A rate is scored by the likelihood of labels that were not trained on, given their inputs (mean over rows and seeds). It
+is admitted only if moving every weight by one unit in the last place changes the outcome less than another draw of
+demonstrations does: otherwise rounding decides what fine-tuning does, and no score means anything. The grid grows by
+half a decade wherever the best rate is at its edge.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import yaml
 
 from fairseq_icl.files import write_atomically
-from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.charts import Chart, Panel, Series
+from fairseq_icl.replication.report.experiments import pooled
+from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import Entry, Table
-from fairseq_icl.replication.report.text import file_name
 
-CRITERION = "demonstration_log_likelihood_ft"
+SEARCHED = "queries=train"
+"""The setting by which cells of a search are known."""
+LABELS, TEXT = "log_likelihood_ft", "demonstration_log_likelihood_ft"
+"""The criterion, and the fine-tuning loss (negated), which counts every token of the demonstration."""
+OUTCOMES = (LABELS, "auc_ft")
+"""What rounding must not decide."""
+DRAWS = [1, 2]
+"""Perturbations that a rate is tested with, at every seed."""
 HEADER = """\
-# Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid after which
-# demonstrations that were not trained on are most likely (the fine-tuning loss, negated). Those of linearized methods
-# were not searched: they are those of the method that is linearized, as in the paper.
+# Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid after which labels
+# that were not trained on are most likely, among those whose outcome depends less on rounding than on the seed.
 """
 
 
-class Choice(NamedTuple):
-    """The rate chosen for one model, dataset and method, out of those that all its seeds have finished."""
+@dataclass(frozen=True)
+class Choice:
+    """What the search knows of one model, dataset and method."""
 
     model: str
     dataset: str
     method: str
-    likelihoods: pd.DataFrame  # index lr, ascending; columns mean, sd, runs, keys
-    rate: float
+    tried: pd.DataFrame
+    """Index lr, ascending; columns runs, keys, the mean and the SD over seeds of LABELS and TEXT, and of every one of
+    OUTCOMES the SDs by rounding and by seed; NaN where there is none."""
 
     @property
-    def at_edge(self) -> bool:
-        """Whether a rate beyond the grid might be better still."""
-        return self.rate in (self.likelihoods.index[0], self.likelihoods.index[-1])
+    def complete(self) -> pd.DataFrame:
+        """The rates that all seeds have finished and that leave a model with finite likelihoods."""
+        return self.tried[(self.tried["runs"] == self.tried["runs"].max()) & self.tried[LABELS].notna()]
+
+    def is_admitted(self, rate: float) -> bool | None:
+        """Whether rounding matters less than the seed at this rate; None if that was not tested."""
+        tested = self.tried.loc[rate]
+        known = [name for name in OUTCOMES if pd.notna(tested[f"{name} by rounding"])]
+        spreads = [(tested[f"{name} by rounding"], tested[f"{name} by seed"]) for name in known]
+        return all(rounding == 0 or rounding < seed for rounding, seed in spreads) if known else None
+
+    @property
+    def rate(self) -> float | None:
+        """The best of the rates that are admitted, or not tested; None if none is left."""
+        left = self.complete[[self.is_admitted(rate) is not False for rate in self.complete.index]]
+        return None if left.empty else float(left[LABELS].idxmax())
+
+    @property
+    def by_text(self) -> float | None:
+        """What the likelihood of all tokens would have chosen, tested or not."""
+        scores = self.complete[TEXT].dropna()
+        return None if scores.empty else float(scores.idxmax())
+
+    @property
+    def beyond(self) -> float | None:
+        """The rate to try next: below the grid if none of it is left, else beyond the edge that the best lies at."""
+        first, last = float(self.tried.index[0]), float(self.tried.index[-1])
+        if self.rate is None or self.rate == first:
+            return half_decade(first, -1)
+        return half_decade(last, 1) if self.rate == last else None
+
+    @property
+    def problem(self) -> str:
+        """Why the choice is not what it should be; empty if it is."""
+        if self.rate is None:
+            return "rounding decides the outcome at every rate that was tried"
+        if self.beyond is not None:
+            return "best at the edge of the grid, a wider one may find better"
+        return "" if self.is_admitted(self.rate) else "not tested against rounding"
 
 
-def choose_rates(run: Run) -> list[Choice]:
-    """The best rate of every model, dataset and method that was tried with several, on rows of the train split."""
-    cells = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
-    searched = {key for key, cell in cells.items() if cell.get("queries") == "train" and cell.get("lr") is not None}
-    values = run.values[run.values["key"].isin(searched) & (run.values["metric"] == CRITERION)]
-    values = values[values["layer"].isna() & (values["init"] == "pretrained")].drop_duplicates("key")
-    values = values.assign(lr=[cells[key]["lr"] for key in values["key"]])
-    choices = []
-    for (model, dataset, method), group in values.groupby(["model", "dataset", "method"], sort=False):
-        by_rate = group.groupby("lr").agg(
-            mean=("value", "mean"), sd=("value", "std"), runs=("value", "size"), keys=("key", tuple)
-        )
-        complete = by_rate[by_rate["runs"] == by_rate["runs"].max()]
-        if len(by_rate) > 1:
-            choices.append(Choice(model, dataset, method, by_rate, float(complete["mean"].idxmax())))
-    return choices
+def half_decade(rate: float, steps: int) -> float:
+    """The rate so many half decades away, on the grid 0.1, 0.3, 1, 3, 10 ..."""
+    return float(f"{10 ** ((round(2 * math.log10(rate)) + steps) / 2):.0e}")
 
 
+def choose_rates(run: Run, keys: Collection[str] | None = None) -> list[Choice]:
+    """A choice for every model, dataset and method that was tried with several rates, on rows of the train split.
+
+    `keys`: of the cells to go by; all of the run, if not said.
+    """
+    settings = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
+    searched = [key for key, of in settings.items() if of.get("queries") == "train" and of.get("lr") is not None]
+    chosen = run.values["key"].isin(searched if keys is None else set(searched) & set(keys))
+    values = run.values[chosen & run.values["layer"].isna() & (run.values["init"] == "pretrained")]
+    values = values[values["metric"].isin({*OUTCOMES, TEXT})].drop_duplicates(["key", "metric"])
+    values = values.assign(
+        lr=[settings[key]["lr"] for key in values["key"]],
+        draw=[settings[key].get("perturbation", 0) for key in values["key"]],
+    )
+    groups = values.groupby(["model", "dataset", "method"], sort=False)
+    return [
+        Choice(model, dataset, method, pd.DataFrame({rate: _tried(cells) for rate, cells in group.groupby("lr")}).T)
+        for (model, dataset, method), group in groups
+        if group["lr"].nunique() > 1
+    ]
+
+
+def _tried(cells: pd.DataFrame) -> dict[str, Any]:
+    """What is known of one rate: `cells` are those of all seeds, metrics and perturbations."""
+    plain = cells[cells["draw"] == 0]
+    found: dict[str, Any] = {"runs": plain["key"].nunique(), "keys": tuple(plain["key"].drop_duplicates())}
+    for name in (LABELS, TEXT):
+        measured = plain.loc[plain["metric"] == name, "value"]
+        found |= {name: measured.mean(skipna=False), f"{name} sd": measured.std()}
+    for name in OUTCOMES:
+        measured = cells[cells["metric"] == name]
+        found[f"{name} by rounding"] = pooled(measured, ["seed", "permutation"])
+        found[f"{name} by seed"] = pooled(measured, ["draw"])
+    return found
+
+
+def next_steps(run: Run, keys: Collection[str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(dataset, method, vary) of what the search still has to try: rates beyond an edge, or the best one perturbed.
+
+    Without several seeds there is no spread to compare that of rounding with, and it is not tested.
+    """
+    steps: list[tuple[str, str, dict[str, Any]]] = []
+    for choice in choose_rates(run, keys):
+        if choice.beyond is not None:
+            steps.append((choice.dataset, choice.method, {"lr": [choice.beyond]}))
+        elif choice.problem and choice.rate is not None and choice.tried.loc[choice.rate, "runs"] > 1:
+            steps.append((choice.dataset, choice.method, {"lr": [choice.rate], "perturbation": DRAWS}))
+    return steps
+
+
+@needs(settings=[SEARCHED])
 def rate_tables(run: Run) -> list[Table]:
-    """One table a model: the likelihood under every rate, and the rate chosen."""
+    """One table a model: both likelihoods under every rate with the best one, and the spread by rounding."""
     choices = choose_rates(run)
     tables = []
     for model in dict.fromkeys(choice.model for choice in choices):
         own = [choice for choice in choices if choice.model == model]
-        rates = sorted({rate for choice in own for rate in choice.likelihoods.index})
-        rows = [
-            (f"{choice.dataset}: {choice.method}", (*_entries(choice, rates), Entry(choice.rate))) for choice in own
+        rates = sorted({rate for choice in own for rate in choice.tried.index})
+        rows = [row for choice in own for row in _rows(choice, rates)]
+        notes = [
+            "Log-likelihood of labels given their inputs, on rows that were not trained on; SD over seeds. The best "
+            "admitted rate by it is chosen. Text: of all tokens of the row (the fine-tuning loss, negated), and what "
+            "that would have chosen. Rounding: SD of the labels' likelihood with every weight moved by one unit in the "
+            "last place, in several draws; a rate is admitted if this, and that of the AUC, is below the SD over seeds."
         ]
-        notes = ["The fine-tuning loss, negated, on demonstrations that were not trained on: log-likelihood a token."]
-        if edge := [f"{choice.dataset}: {choice.method}" for choice in own if choice.at_edge]:
-            notes.append(f"Best at the edge of the grid, a wider one (vary.lr) may find better: {', '.join(edge)}.")
-        columns = (*(f"{rate:g}" for rate in rates), "chosen rate")
+        for choice in own:
+            refused = [f"{rate:g}" for rate in choice.tried.index if choice.is_admitted(rate) is False]
+            told = [f"not admitted: {', '.join(refused)}"] * bool(refused) + [choice.problem] * bool(choice.problem)
+            notes += [f"{choice.dataset}, {choice.method}: {'; '.join(told)}."] * bool(told)
+        columns = (*(f"{rate:g}" for rate in rates), "best rate")
         title = f"Learning rates for {model}"
         tables.append(Table(f"rates_{model}", title, columns, tuple(rows), 4, notes=tuple(notes)))
     return tables
 
 
-def _entries(choice: Choice, rates: list[float]) -> list[Entry]:
-    found: dict[float, Any] = choice.likelihoods.to_dict("index")
-    entries = []
-    for rate in rates:
-        row = found.get(rate)
-        sd = None if row is None or pd.isna(row["sd"]) else row["sd"]
-        entries.append(Entry() if row is None else Entry(row["mean"], sd, runs=row["runs"], keys=row["keys"]))
-    return entries
+def _rows(choice: Choice, rates: list[float]) -> Iterator[tuple[str, tuple[Entry, ...]]]:
+    lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
+    for label, (name, best) in {**lines, "rounding": (f"{LABELS} by rounding", None)}.items():
+        entries = []
+        for rate in rates:
+            known: Any = choice.tried.loc[rate] if rate in choice.tried.index else {"keys": (), "runs": 0}
+            mean, sd = (None if pd.isna(x := known.get(key)) else float(x) for key in (name, f"{name} sd"))
+            entries.append(Entry(mean, sd, runs=int(known["runs"]), keys=known["keys"]))
+        yield f"{choice.dataset}: {choice.method}, {label}", (*entries, Entry(best))
+
+
+@needs(settings=[SEARCHED])
+def rate_figures(run: Run, model: str) -> Iterator[Chart]:
+    """The likelihood of labels, and that of the text, against the learning rate, with the best rate of each."""
+    choices = [choice for choice in choose_rates(run) if choice.model == model]
+    for name, words in ((LABELS, "labels that were not trained on"), (TEXT, "rows that were not trained on")):
+        panels: dict[str, list[Series]] = {}
+        for choice in choices:
+            tags = {"method": choice.method, "dataset": choice.dataset}
+            best = choice.rate if name == LABELS else choice.by_text
+            curve = choice.tried[[name, f"{name} sd"]].astype(float).dropna(subset=[name])
+            points = [Series(choice.method, list(curve.index), list(curve[name]), list(curve[f"{name} sd"]), tags)]
+            if best is not None:
+                top = float(choice.tried.loc[best, name])
+                points.append(Series(f"{choice.method}, best", [best], [top], tags=tags))
+            panels[choice.dataset] = [*panels.get(choice.dataset, []), *points]
+        if panels:
+            yield Chart(
+                f"rates_{name}_{model}",
+                f"Likelihood of {words} against the learning rate",
+                f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds.",
+                [Panel(dataset, series, tags={"dataset": dataset}) for dataset, series in panels.items()],
+                "learning rate",
+                "log-likelihood (nats)",
+                scale="log",
+            )
 
 
 def write_model_files(run: Run, folder: Path) -> list[Path]:
     """FOLDER/MODEL.yaml for every model of which rates were searched: what `model=` was, with the rates."""
+    from fairseq_icl.replication.report.text import file_name  # which needs the claims, and they the sweeps of rates
+
     choices, written = choose_rates(run), []
     for name, model in run.models.items():
         rates: dict[str, dict[str, float]] = {}
-        for choice in (choice for choice in choices if choice.model == name):
-            rates.setdefault(choice.dataset, {}).update(dict.fromkeys(_learn_alike(choice.method), choice.rate))
+        for choice in choices:
+            if choice.model == name and choice.rate is not None:
+                rates.setdefault(choice.dataset, {})[choice.method] = choice.rate
         if rates:
             written.append(folder / f"{file_name(name)}.yaml")
             text = yaml.safe_dump({**model, "learning_rates": rates}, sort_keys=False, allow_unicode=True)
             write_atomically(written[-1], HEADER + text)
     return written
-
-
-def _learn_alike(method: str) -> list[str]:
-    """The method and the one that does the same with the linearized model."""
-    from fairseq_icl.training.methods import get_method, method_names  # fairseq, which other reports can do without
-
-    linearized = {**get_method(method).options, "linearize": True}
-    others = [name for name in method_names() if name != method and get_method(name).trains]
-    return [method, *(name for name in others if get_method(name).options == linearized)]

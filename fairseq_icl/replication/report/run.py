@@ -162,6 +162,8 @@ class Run:
         """Means by IDENTITY without the variant, metric and the values of `settings`: mean, sd and runs over seeds."""
         overall = self.values[self.values["layer"].isna()]
         cells = {key: configuration["cell"]["settings"] for key, configuration in self.configurations.items()}
+        if "perturbation" not in settings:  # a cell with its weights moved is no further seed
+            overall = overall[[not cells[key].get("perturbation") for key in overall["key"]]]
         # Other variants (a clipped one, say) are told apart by all settings but these.
         others = {key: json.dumps({n: v for n, v in cell.items() if n not in settings}) for key, cell in cells.items()}
         overall = overall.assign(

@@ -29,13 +29,6 @@ def equal_steps(run: Run) -> pd.DataFrame:
     return points[points["layer_step"] == "equal"].drop(columns="layer_step")
 
 
-def with_length_ratios(points: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """The points of a cosine, each with its `length_ratio`; those that have none are left out."""
-    place = ["model", "init", "dataset", "method", SIZE]
-    ratios = points[points["metric"] == f"{LENGTH_RATIO}{metric}"].set_index(place)["mean"].rename("length_ratio")
-    return points[points["metric"] == metric].join(ratios, on=place).dropna(subset="length_ratio")
-
-
 def mean_step(run: Run, keys: pd.Series) -> float:
     """The relative size of a step, averaged over steps, layers and cells; NaN if none was recorded."""
     sizes = [float(run.step_sizes[key].mean()) for key in keys.drop_duplicates() if key in run.step_sizes]
@@ -119,15 +112,6 @@ def step_figures(run: Run, model: str) -> Iterator[Chart]:
         names = (f"steps_{metric}", f"{name} at steps of equal relative size")
         axis = ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0)
         yield from curves(points, model, SIZE, {metric: name}, names, axis, "log")
-        found = with_length_ratios(points[points["model"] == model], metric)
-        if found[SIZE].nunique() > 1:
-            caption = (
-                f"{model}. Every point is a size of steps; further right, what fine-tuning changes is longer; at 1 it "
-                "is as long as what ICL changes. Error bars: standard deviation over seeds."
-            )
-            title, panels = f"{name} against the length of the change", by_dataset(found, "length_ratio")
-            axes = ("length ratio, FT / ICL", f"{name} (cosine)")
-            yield Chart(f"lengths_{metric}_{model}", title, caption, panels, *axes, scale="log")
 
 
 @needs(kept=["step_sizes"])
