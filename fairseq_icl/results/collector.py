@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fairseq_icl.devices import within_memory
+from fairseq_icl.devices import present_device, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
 from fairseq_icl.metrics import (
@@ -247,7 +247,7 @@ class Collector:
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
         Metrics are computed where the last of them was observed: on a GPU too.
         """
-        device = str(getattr(zsl if ft is None else ft, "device", "cpu"))
+        device = present_device(getattr(zsl if ft is None else ft, "device", "cpu"))
         example = torch.as_tensor(example, dtype=torch.long)
         if device != "cpu":
             zsl, icl, example = zsl.on(device), icl.on(device), example.to(device)
