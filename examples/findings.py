@@ -16,22 +16,21 @@ import argparse
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from examples.momentum_attention.tables import MARKS
 from fairseq_icl.files import with_part, write_atomically
-from fairseq_icl.replication.report.claims import NO_DATA, claims, corrected, judge
+from fairseq_icl.replication.report.claims import NO_DATA, corrected, judge
 from fairseq_icl.replication.report.claims import verdicts as verdicts_of
 from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
 from fairseq_icl.replication.report.effects import Sample
 from fairseq_icl.replication.report.plotting import drawings
-from fairseq_icl.replication.report.published import inits_of
+from fairseq_icl.replication.report.published import Term, claims, inits_of
 from fairseq_icl.replication.report.rates import rate_figures, rate_tables
 from fairseq_icl.replication.report.run import IDENTITY, Run, load_run
-from fairseq_icl.replication.report.text import effect_text, file_name, markdown
+from fairseq_icl.replication.report.text import decided_by, effect_text, file_name, markdown
 
 SEARCH_MARKS = ("<!-- searches: python -m examples.findings -->", "<!-- end of searches -->")
 SEARCHED_METRICS = {
@@ -113,8 +112,8 @@ def searches(folders: Sequence[Path], page: Path) -> str:
             f"in cells, {' and '.join(sorted(threads))} thread, on a machine shared with other work."
         )
         parts += [f"#{markdown(table)}" for table in (*rate_tables(run), *displacement_tables(run))]
-        found = next(v for v in verdicts_of(run, model) if v.claim["name"] == "lcgd_sim_aou_equal_length")
-        parts.append(f"`{found.claim['name']}`: {found.status}, {effect_text(found.average)} ({found.reason}).")
+        found = next(v for v in verdicts_of(run, model) if v.claim.name == "lcgd_sim_aou_equal_length")
+        parts.append(f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason}).")
         for drawing in drawings([*rate_figures(run, model), *displacement_figures(run, model)]):
             path = page.with_name(f"{page.stem}_{file_name(drawing.name)}.png")
             drawing.save(path, format="png", dpi=110, metadata={"Software": None})
@@ -256,11 +255,11 @@ class CellEvidence:
         self.values = values[values["variant"] == ""]
         self.datasets: Sequence[str] = list(dict.fromkeys(self.values["dataset"]))
 
-    def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
+    def sample(self, term: Term, dataset: str) -> Sample | None:
         """As `Evidence` says."""
-        rows = self.values[(self.values["metric"] == term["metric"]) & (self.values["dataset"] == dataset)]
-        rows = rows[rows["method"] == term.get("method", "gd")]
-        rows = rows[rows["init"] == inits_of(term.get("init", "pretrained"))[0]]
+        rows = self.values[(self.values["metric"] == term.metric) & (self.values["dataset"] == dataset)]
+        rows = rows[rows["method"] == term.method]
+        rows = rows[rows["init"] == inits_of(term.init)[0]]
         seeds = tuple((int(row.seed), int(row.permutation)) for row in rows.itertuples())
         return Sample(seeds, np.array([], int), rows["value"].to_numpy(float)[:, None, None]) if seeds else None
 
@@ -270,7 +269,7 @@ def verdicts(values: pd.DataFrame, name: str) -> str:
     evidence = CellEvidence(values)
     found = corrected([judge(claim, evidence) for claim in claims()])
     asked = [verdict for verdict in found if verdict.status != NO_DATA]
-    rows = [(v.claim["says"], v.status, effect_text(v.average), v.reason, v.corrected) for v in asked]
+    rows = [(v.claim.says, v.status, decided_by(v), v.reason, v.corrected) for v in asked]
     return table(f"### Do the papers' claims hold? ({name})", rows, ["here", "effect", "why", "all claims together"])
 
 

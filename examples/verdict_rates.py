@@ -18,6 +18,7 @@ import numpy as np
 
 from fairseq_icl.replication.report.claims import FAILS, HOLDS, judge
 from fairseq_icl.replication.report.effects import Sample
+from fairseq_icl.replication.report.published import Claim, Term
 
 EXAMPLES, LAYERS, STRONG = 60, 6, 50.0
 SHARE, CHANCE = 0.9, 0.7
@@ -35,9 +36,9 @@ class Made:
     def __post_init__(self) -> None:
         self.datasets = list(self.values)
 
-    def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
+    def sample(self, term: Term, dataset: str) -> Sample | None:
         """As `Evidence` says."""
-        values = self.values[dataset].get(term["metric"])
+        values = self.values[dataset].get(term.metric)
         if values is None:
             return None
         return Sample(tuple((seed, 0) for seed in range(len(values))), np.arange(values.shape[1]), values)
@@ -48,7 +49,7 @@ class Form:
     """A form of claim, and how results without an effect are made for it."""
 
     name: str
-    claim: dict[str, Any]
+    claim: Claim
     make: Callable[[np.random.Generator, int, float, float], Values]
     """(generator, seeds, effect, spread over seeds) -> the values of a dataset."""
     truth: float = 0.0
@@ -92,10 +93,11 @@ def accuracies(random: np.random.Generator, seeds: int, effect: float, spread: f
     return {"accuracy_icl": right[..., :1] * 1.0, "accuracy_ft": right[..., 1:] * 1.0, "accuracy_zsl": zsl * 1.0}
 
 
-def claim(where: str, left: str, right: str | None = None, **more: Any) -> dict[str, Any]:
+def claim(where: str, left: str, right: str | None = None, **more: Any) -> Claim:
     """A claim as the YAML file has it."""
     terms = {"left": {"metric": left}} | ({"right": {"metric": right}} if right else {})
-    return {"name": left, "says": "", "source": "dai2023", "asks": {"above": 0}, "where": where, **terms, **more}
+    said = {"name": left, "says": "", "source": "dai2023", "asks": {"above": 0}, "where": where}
+    return Claim.model_validate({**said, **terms, **more})
 
 
 FORMS = (
@@ -128,9 +130,9 @@ class Rates:
 def rates(form: Form, spread: str, seeds: int, places: int, repeats: int, seed: int = 0) -> Rates:
     """How often a claim of this form is decided though nothing is there, and the coverage of its intervals."""
     random = np.random.default_rng([seed, seeds, places, len(form.name), len(spread)])
-    needed = {"every": places, "most": places // 2 + 1, "average": 1}[form.claim["where"]]
-    strong = 0 if form.claim["where"] == "average" or "by" in form.claim else places - needed
-    certain = 0 if form.claim["where"] == "average" or "by" in form.claim else needed - 1
+    needed = {"every": places, "most": places // 2 + 1, "average": 1}[form.claim.where]
+    strong = 0 if form.claim.where == "average" or form.claim.by == "layer" else places - needed
+    certain = 0 if form.claim.where == "average" or form.claim.by == "layer" else needed - 1
     effects = {HOLDS: [STRONG] * certain, FAILS: [-STRONG] * strong}
     counts, inside = {HOLDS: 0, FAILS: 0}, np.zeros((2, 2))
     for _ in range(repeats):

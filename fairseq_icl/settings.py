@@ -248,7 +248,8 @@ class Settings:
     )
     train_parameters: str = setting(
         "self_attn.k_proj,self_attn.v_proj",
-        "comma-separated parts of the names of the parameters that learn",
+        "comma-separated parts of the names of the parameters that learn; lora: the key and value projections in a "
+        "random subspace of rank lora_rank, without biases",
         (TRAINING,),
     )
     layers: str | None = setting(
@@ -304,6 +305,21 @@ class Settings:
         (TRAINING,),
         low=1,
         flag_of=(),
+    )
+    align_epochs: int = setting(
+        20,
+        "align_then_train: how often the demonstrations are gone through to reproduce ICL's attention outputs, before "
+        "fine-tuning begins",
+        (TRAINING,),
+        low=0,
+        flag_of=(),
+    )
+    lora_rank: int = setting(
+        8,
+        "train_parameters=lora: rank of what is added to the key and value projections",
+        (TRAINING,),
+        low=1,
+        flag_of=FLAG_OF_TASK,
     )
     switch_labels: str = setting(
         "none",

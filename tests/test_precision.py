@@ -229,7 +229,8 @@ def test_precisions_in_one_folder_are_told_apart_and_said(mixed: Path) -> None:
     assert "model (precision=fp16)" in folder.models
     assert folder.computed_in == "Computed in fp16, fp32."
     assert any("different precision (fp16, fp32)" in warning for warning in folder.warnings)
-    for page in (html._state(folder), markdown_page(Contents.of(folder), [])):
+    contents = Contents.of(folder)
+    for page in (html.page(contents, []), markdown_page(contents, [])):
         assert "Computed in fp16, fp32." in page
 
 

@@ -1,7 +1,8 @@
 """`fairseq-icl theory`: the papers' statements, executed: each with its error, and with one premise taken away.
 
 First on random problems (dual form, perceptron, linear attention as weights, gradient descent by linear self-attention,
-implicit updates, momentum), then on a language model. Writes theory.html and theory.md.
+preconditioned, autoregressive and with kernels, implicit updates, momentum), then on a language model. Writes
+theory.html and theory.md.
 """
 
 import argparse
@@ -45,10 +46,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", type=Path, default=Path("theory"), help="folder for the pages (default: theory)")
     arguments = parser.parse_args(argv)
     from fairseq_icl.files import write_atomically
+    from fairseq_icl.theory.descent import run_descent  # which adds to the exact statements
     from fairseq_icl.theory.statements import run_exact
     from fairseq_icl.theory.trained import run_trained
 
-    records = run_exact(arguments.seed) + ([] if arguments.no_training else run_trained(arguments.seed))
+    records = run_exact(arguments.seed)
+    records += [] if arguments.no_training else run_trained(arguments.seed) + run_descent(arguments.seed)
     records += _on_model(arguments)
     subject = (
         f"Model of the last rows: {arguments.model}, dataset {arguments.dataset}, {arguments.demonstrations} "

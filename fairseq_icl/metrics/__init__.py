@@ -60,7 +60,14 @@ class Ranking(NamedTuple):
     is_class: Tensor  # (n, classes) bool
 
 
-Outcome = Tensor | Similarity | Ratio | Ranking
+class Calibration(NamedTuple):
+    """How sure each prediction is and whether it is right; together they have an expected calibration error."""
+
+    confidence: Tensor  # (n,) between 0 and 1
+    is_right: Tensor  # (n,) bool
+
+
+Outcome = Tensor | Similarity | Ratio | Ranking | Calibration
 Function = TypeVar("Function", bound=Callable[..., Outcome])
 
 

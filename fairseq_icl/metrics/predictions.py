@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Ranking, Ratio, metric, metric_of_each
+from fairseq_icl.metrics import Calibration, Observation, Ranking, Ratio, metric, metric_of_each
 from fairseq_icl.metrics.vectors import log_shares
 
 
@@ -60,6 +60,15 @@ def auc(observation: Observation) -> Ranking:
     """
     scores = log_shares(observation.option_logprobs)
     return Ranking(scores, F.one_hot(observation.gold, scores.size(1)).bool())
+
+
+@metric_of_each("ece", title="calibration error", unit="percent")
+def ece(observation: Observation) -> Calibration:
+    """Expected calibration error: sum over bins b of |right answers in b - sum of their probabilities| / n.
+
+    Ten bins of equal width of the predicted option's probability among the options (Guo et al. 2017).
+    """
+    return Calibration(log_shares(observation.option_logprobs).max(dim=1).values.exp(), _right(observation))
 
 
 @metric_of_each("log_likelihood", unit="nats")

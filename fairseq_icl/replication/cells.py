@@ -24,7 +24,7 @@ from fairseq_icl.training.methods import Method, get_method, method_names
 
 KEY_LENGTH = 20
 OWN = "fairseq_icl."
-STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 2}
+STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 3}
 """The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
 when); what was computed with another version is then computed again."""
 OBSERVING = ("prompts", "weights", "observing")

@@ -162,7 +162,9 @@ class Engine:
         description["rows"] = {split: asdict(record) for split, record in prompts.rows.items()}
         if (method := get_method(cell.method)).trains:
             options = training_options(method, cell.settings, self.files, str(self.data), cell.source or cell.dataset)
-            description["command"] = training_command(options)
+            description["command"] = (
+                None if method.first else training_command(options)
+            )  # no one command has two stages
             description["learns"] = choose_what_learns(self.base_model(cell, shared_model).lm, cell.settings)
             description["lr_made_for"] = cell.lender or cell.model
         elif method.edit is not None:

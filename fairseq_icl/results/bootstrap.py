@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals of means, quotients and areas under ROC curves over examples."""
+"""Bootstrap confidence intervals of means, quotients, areas under ROC curves and calibration errors over examples."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -70,6 +70,18 @@ def bootstrap_auc(scores: np.ndarray, is_class: np.ndarray, counts: np.ndarray) 
     drawn = np.stack([areas(c) for c in _classes(is_class)])
     over_classes = _quotients(np.nan_to_num(drawn).T, np.isfinite(drawn).T.astype(float))[1]  # (1 + resamples,)
     return Estimate(over_classes[0], *_interval(over_classes[1:]))
+
+
+def bootstrap_ece(confidence: np.ndarray, is_right: np.ndarray, counts: np.ndarray, bins: int = 10) -> Estimate:
+    """Expected calibration error in bins of equal width: (n,), (n,) bool, counts (resamples, n) -> shape ().
+
+    Fewer different examples in a resample make its error larger on average, so the interval leans upwards.
+    """
+    bin_of = np.minimum((confidence * bins).astype(int), bins - 1)
+    surplus = (confidence - is_right)[:, None] * (bin_of[:, None] == np.arange(bins))  # (n, bins)
+    every = chain([np.ones((1, len(surplus)))], _some_at_a_time(counts))
+    errors = np.concatenate([np.abs(part @ surplus).sum(1) / part.sum(1) for part in every])
+    return Estimate(errors[0], *_interval(errors[1:]))
 
 
 def _classes(is_class: np.ndarray) -> list[int]:

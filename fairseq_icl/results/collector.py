@@ -19,15 +19,25 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fairseq_icl.devices import within_memory
+from fairseq_icl.devices import present_device, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
-from fairseq_icl.metrics import Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric, shown_as
+from fairseq_icl.metrics import (
+    Calibration,
+    Observation,
+    Outcome,
+    Ranking,
+    Ratio,
+    Similarity,
+    default_names,
+    get_metric,
+    shown_as,
+)
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ratio, resampling_counts
+from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ece, bootstrap_ratio, resampling_counts
 from fairseq_icl.results.table import LENGTH_RATIO, Rows
 from fairseq_icl.settings import Settings
 
@@ -138,14 +148,14 @@ class Series:
         self.name = name
         self.parts: list[Joined] = []
         self.kind: type = Tensor
-        """Of the metric's outcomes: a tensor, Similarity, Ratio or Ranking."""
+        """Of the metric's outcomes: a tensor, Similarity, Ratio, Ranking or Calibration."""
         self.is_per_layer = False
 
     def append(self, example: Tensor, outcome: Outcome) -> None:
         """Take in a metric's outcome for examples (n,)."""
         self.kind = type(outcome)
         zero_updates = np.zeros(len(example))
-        if isinstance(outcome, Ratio | Ranking):
+        if isinstance(outcome, Ratio | Ranking | Calibration):
             numerator, denominator = (_columns(part) for part in outcome)
             self.is_per_layer = self.kind is Ratio and outcome[0].ndim == 2
         else:
@@ -237,7 +247,7 @@ class Collector:
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
         Metrics are computed where the last of them was observed: on a GPU too.
         """
-        device = str(getattr(zsl if ft is None else ft, "device", "cpu"))
+        device = present_device(getattr(zsl if ft is None else ft, "device", "cpu"))
         example = torch.as_tensor(example, dtype=torch.long)
         if device != "cpu":
             zsl, icl, example = zsl.on(device), icl.on(device), example.to(device)
@@ -320,10 +330,15 @@ class Collector:
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""
         examples, scores, is_class, zero_updates = series.joined()
-        if series.kind is Ranking:  # it has a value for all examples together only
-            area = bootstrap_auc(scores, is_class > 0, resampling_counts(len(examples), self.seed))
-            rows.add(name, *area)
-            if np.isnan(area.value):
+        if series.kind in (Ranking, Calibration):  # it has a value for all examples together only
+            counts = resampling_counts(len(examples), self.seed)
+            whole = (
+                bootstrap_auc(scores, is_class > 0, counts)
+                if series.kind is Ranking
+                else bootstrap_ece(scores[:, 0], is_class[:, 0], counts)
+            )
+            rows.add(name, *whole)
+            if np.isnan(whole.value):
                 rows.add(f"undefined_{name}", 1)
             return
         beside = f"{LENGTH_RATIO}{name}", self.seen.lengths.get(name)

@@ -8,9 +8,11 @@
 | softmax attention: the change is a share of attention times a difference | `linear_attention` | follows from the softmax |
 | a linear self-attention layer can be one step of gradient descent, or of GD++ | `construction` | von Oswald et al. 2023, arXiv 2212.07677 |
 | trained on regression, one layer finds that step and deeper models find GD++ | `trained` | the same |
+| the best layer makes a preconditioned step; on sequences, a step on all transitions so far | `descent` | Ahn et al. 2023, arXiv 2306.00297; von Oswald et al. 2023b, arXiv 2309.05858 |
+| layers that attend by a kernel descend in its space of functions | `descent` | Cheng et al. 2024, arXiv 2312.06528 |
 | a context is a rank-one change of the MLP's first matrix, per block and token | `implicit_update` | Dherin et al. 2025, arXiv 2507.16003 |
 | momentum for attention: a decaying sum of earlier values | `models.attention` | Dai et al. 2023, section 5.2 |
 
-`statements`, `trained` and, on a real model, layer by layer, `on_decoder` run every statement, each also with a premise removed.
+`statements`, `trained`, `descent` and, on a real model, layer by layer, `on_decoder` run every statement, each also with a premise removed.
 Functions that look at a model take its plain torch modules. Use float64: exact statements then hold to 1e-10 or better.
 """  # noqa: E501

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.theory.dual_form import Kernel, dot_product
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,20 @@ def random_regression(
     noise: float = 0.0,
     generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.float64,
+    variances: Tensor | None = None,
 ) -> Regression:
-    """Tasks as in the paper: x uniform in [-1, 1]^d, a teacher W with standard normal entries, y = W x (+ noise)."""
+    """Tasks as in the paper: x uniform in [-1, 1]^d, a teacher W with standard normal entries, y = W x (+ noise).
+
+    With `variances` (d,) the inputs are normal, with these.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
     teacher = normal(tasks, width, outputs)
     x = 2 * torch.rand(tasks, examples + queries, width, generator=generator, dtype=dtype) - 1
+    if variances is not None:
+        x = normal(tasks, examples + queries, width) * variances.sqrt().to(dtype)
     y = x @ teacher + noise * normal(tasks, examples + queries, outputs)
     return Regression(x[:, :examples], y[:, :examples], x[:, examples:], y[:, examples:])
 
@@ -71,17 +78,16 @@ class LinearSelfAttention:
     value: Tensor
     projection: Tensor
 
-    def __call__(self, tokens: Tensor, context: int, softmax: bool = False) -> Tensor:
+    def __call__(self, tokens: Tensor, context: int, kernel: Kernel = dot_product) -> Tensor:
         """Tokens (B, N + Q, D) -> the same shape.
 
         Args:
             tokens: examples first, queries last.
             context: N; only these tokens are attended to, so queries do not learn from each other.
-            softmax: normalise the scores, as real models do and the construction does not allow.
+            kernel: makes the scores; with any other than the dot product it is no step of descent on W.
         """
         seen = tokens[:, :context]
-        scores = (tokens @ self.query.T) @ (seen @ self.key.T).transpose(1, 2)  # (B, N + Q, N)
-        scores = torch.softmax(scores, dim=-1) if softmax else scores
+        scores = kernel(seen @ self.key.T, tokens @ self.query.T)  # (B, N + Q, N)
         return tokens + scores @ (seen @ self.value.T) @ self.projection.T
 
 
@@ -118,11 +124,13 @@ def prompt_tokens(task: Regression, initial: Tensor | None = None) -> Tensor:
     return torch.cat([examples, torch.cat([task.queries, start], dim=-1)], dim=1)
 
 
-def predict(layers: list[LinearSelfAttention], task: Regression, initial: Tensor | None = None) -> Tensor:
+def predict(
+    layers: list[LinearSelfAttention], task: Regression, initial: Tensor | None = None, kernel: Kernel = dot_product
+) -> Tensor:
     """What a stack of layers predicts for the queries: (B, Q, m)"""
     tokens, context = prompt_tokens(task, initial), task.inputs.shape[1]
     for layer in layers:
-        tokens = layer(tokens, context)
+        tokens = layer(tokens, context, kernel)
     return -tokens[:, context:, task.inputs.shape[2] :]
 
 

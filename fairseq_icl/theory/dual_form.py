@@ -36,17 +36,17 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
-"""(keys (n, d), queries (..., d)) -> scores (..., n)"""
+"""(keys (..., n, d), queries (..., m, d) or (d,)) -> scores (..., m, n) or (n,)"""
 
 
 def dot_product(keys: Tensor, queries: Tensor) -> Tensor:
-    """k(x_i, x) = x_i . x: keys (n, d), queries (..., d) -> (..., n)"""
-    return queries @ keys.T
+    """k(x_i, x) = x_i . x"""
+    return queries @ keys.transpose(-2, -1)
 
 
 def softmax_kernel(keys: Tensor, queries: Tensor) -> Tensor:
-    """Scores normalised over the examples, as in a transformer, which the dual form does not allow for: (..., n)"""
-    return torch.softmax(queries @ keys.T, dim=-1)
+    """Scores normalised over the examples, as in a transformer, which the dual form does not allow for."""
+    return torch.softmax(dot_product(keys, queries), dim=-1)
 
 
 def train_perceptron(

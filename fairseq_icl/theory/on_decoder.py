@@ -14,6 +14,7 @@ L layers, H heads, D their width, d = H D, n queries.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -168,6 +169,50 @@ def implicit_updates(
     return ImplicitUpdates(torch.tensor(error), torch.tensor(unmoved), list(ranks), torch.stack(norms), list(updates))
 
 
+def antisymmetric_share(jacobian: Tensor) -> float:
+    """|(J - J^T) / 2|^2 / |J|^2 of (d, d): 0 for a gradient field, about 1/2 for a matrix without any symmetry"""
+    return float((jacobian - jacobian.T).square().sum() / (4 * jacobian.square().sum()))
+
+
+def update_fields(
+    decoder: nn.Module, start: Sequence[int], context: Sequence[int], query: Sequence[int]
+) -> list[tuple[float, float]]:
+    """Is ICL's update of the last token's state h, as a function of h, the gradient of anything? One pair a layer.
+
+    u(h) is what the demonstrations' keys and values change in the output of attention to given keys and values, where
+    the query is made of h. A pair is the antisymmetric share of its Jacobian, and the same after a random rotation of
+    u, which keeps all lengths and no symmetry. At most `SHOWN_LAYERS` layers, spread over the model: a Jacobian has as
+    many rows as the model is wide. h is the residual stream where the norm in front of attention is a part of the
+    layer, as in fairseq, otherwise the output of that norm.
+    """
+    layers = _layers(decoder)
+    chosen = [layers[int(i)] for i in torch.linspace(0, len(layers) - 1, min(len(layers), SHOWN_LAYERS)).round()]
+    norms = [getattr(layer, "self_attn_layer_norm", None) if layer.normalize_before else None for layer in chosen]
+    modules = [layer.self_attn if norm is None else layer for layer, norm in zip(chosen, norms, strict=True)]
+    sequence = [*context, *query]
+    with torch.no_grad():
+        states = _watched(decoder, modules, sequence, lambda _, given, __: given[:, 0])[0]
+    found = []
+    for layer, norm, state in zip(chosen, norms, states, strict=True):
+        field = partial(_update, layer.self_attn, norm, state, len(start), len(context))
+        jacobian = torch.autograd.functional.jacobian(field, state[-1]).detach()
+        noise = torch.randn(jacobian.shape, generator=torch.Generator().manual_seed(0), dtype=jacobian.dtype)
+        rotation = torch.linalg.qr(noise)[0].to(jacobian)
+        found.append((antisymmetric_share(jacobian), antisymmetric_share(rotation @ jacobian)))
+    return found
+
+
+def _update(module: Any, norm: nn.Module | None, others: Tensor, start: int, end: int, state: Tensor) -> Tensor:
+    """u (d,) of the last token's `state` (d,) among `others` (T, d), the demonstrations being tokens start to end."""
+    inputs = torch.cat([others[:-1], state[None]])[:, None]  # (T, 1, d)
+    query, key, value = (part[0] for part in queries_keys_values(module, inputs if norm is None else norm(inputs)))
+    key, value = key.detach(), value.detach()  # the state asks; what it is asked for is given, its own included
+    own = Heads(query, *(torch.cat([part[:, :start], part[:, end:]], dim=1) for part in (key, value)))
+    shown = Heads(query, key[:, start:end], value[:, start:end])
+    change = softmax_change(query[:, -1:], own, shown, scale=1.0).change  # queries are scaled already
+    return nn.functional.linear(change.flatten(), module.out_proj.weight)
+
+
 def run_on_decoder(
     decoder: nn.Module, start: Sequence[int], contexts: Sequence[Sequence[int]], queries: Sequence[Sequence[int]]
 ) -> list[Record]:
@@ -178,6 +223,7 @@ def run_on_decoder(
     change = attention_change(decoder, start, contexts[-1], queries)
     linear = relaxed_model(decoder, start, contexts[-1], queries)
     updates = implicit_updates(decoder, start, contexts, queries[0])
+    shares, controls = torch.tensor(update_fields(decoder, start, contexts[-1], queries[0])).T
     cosine, r2 = change.direct.cosine.mean(1), change.direct.r2.mean(1)
     return [
         Record(
@@ -218,6 +264,15 @@ def run_on_decoder(
             "no update (smallest change over the blocks)",
             float(updates.unmoved.min()),
             per_layer={"|dW| / |W| of the implicit update": updates.norms[:, -1].tolist()},
+        ),
+        Record(
+            "Does ICL descend a loss of the state? Then its update would be a gradient field, its Jacobian symmetric.",
+            "derived here (docs/theory.md)",
+            f"antisymmetric share of the Jacobian's square, mean over {len(shares)} layers: {_per_layer(shares)}",
+            float(shares.mean()),
+            "for comparison: the update turned by a random rotation",
+            float(controls.mean()),
+            kind="question",
         ),
     ]
 
@@ -264,7 +319,7 @@ def _watched(
     seen: list[Seen] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.append(look(module, args[0] if args else kwargs["query"], output))
+        seen.append(look(module, (args or tuple(kwargs.values()))[0], output))
 
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
     tokens = _tokens(decoder, sequence)

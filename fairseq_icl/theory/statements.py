@@ -37,6 +37,9 @@ AIZERMAN = "Aizerman et al. 1964"
 IRIE = "Irie et al. 2022, arXiv 2202.05798"
 DAI = "Dai et al. 2023, arXiv 2212.10559"
 OSWALD = "von Oswald et al. 2023, arXiv 2212.07677"
+AHN = "Ahn et al. 2023, arXiv 2306.00297"
+MESA = "von Oswald et al. 2023b, arXiv 2309.05858"
+CHENG = "Cheng et al. 2024, arXiv 2312.06528"
 DHERIN = "Dherin et al. 2025, arXiv 2507.16003"
 
 
@@ -257,3 +260,19 @@ def momentum(normal: Normal) -> tuple[float, float]:
     definition = torch.where(distance > 0, eta ** distance.clamp_min(1).double(), 0.0) @ values
     cut = torch.cat([decayed_sum(part, eta)[0] for part in values.chunk(2, dim=2)], dim=2)
     return relative_error(decayed_sum(values, eta)[0], definition), relative_error(cut, definition)
+
+
+@exact(
+    "A head whose values are its keys descends a loss in context: o_ICL - o_ZSL = -dL/dq, L(q) = log(1 - share(q)).",
+    "derived here (docs/theory.md)",
+    "relative error of -dL/dq by autograd against the change of softmax attention",
+    "values of their own, after the best common factor",
+)
+def loss_in_context(normal: Normal) -> tuple[float, float]:
+    query, own, shown, _ = _head_tensors(normal)
+    query = query.requires_grad_()
+    tied = softmax_change(query, own._replace(value=own.key), shown._replace(value=shown.key), scale=1.0)
+    (descent,) = torch.autograd.grad(-torch.log1p(-tied.share).sum(), query)
+    free = softmax_change(query, own, shown, scale=1.0).change.detach()
+    factor = (descent * free).sum() / descent.square().sum()
+    return relative_error(descent, tied.change.detach()), relative_error(factor * descent, free)

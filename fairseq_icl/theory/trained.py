@@ -13,6 +13,7 @@ and compared by their loss, the distance of their predictions, and the cosine of
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ class LinearSelfAttentionModel(nn.Module):
         return predict(self.layers(), task)
 
 
-def train(model: nn.Module, draw_tasks: Callable[[], Regression], steps: int, lr: float = 0.01) -> None:
-    """Train on fresh tasks of every step (Adam, cosine-decayed rate, clipped gradient).
+def train(model: nn.Module, draw_tasks: Callable[[], Any], steps: int, lr: float = 0.01) -> None:
+    """Train on fresh tasks (with their `answers`) of every step: Adam, cosine-decayed rate, clipped gradient.
 
     The rate decays so that the weights settle: the comparison below is about the optimum, not about noise around it.
     """

@@ -169,6 +169,15 @@ def _train(
         hooks.enter_context(repeatable(device))
         if device.type == "cuda":
             hooks.enter_context(torch.cuda.device(device))
+        if method.first and settings.align_epochs:
+            before = get_method(method.first)
+            aligned = dataclasses.replace(settings, lr=before.lr)
+            options = training_options(before, aligned, model.files, str(prompts.data), prompts.spec.name)
+            own = {"record_queries": False, "cpu": device.type != "cuda", "max_epoch": settings.align_epochs}
+            first_config = fairseq_config(options | own)
+            first_task = setup_task(first_config.task, prompts=prompts, settings=aligned, files=model.files)
+            first_task.control = gradient_control(learner.decoder, aligned)
+            _run(first_config, first_task, learner, lambda _: None)
         skipped = _run(config, task, learner, after_item)
     give_back_memory()  # of the gradients
     lm.eval()

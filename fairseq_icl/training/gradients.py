@@ -5,6 +5,7 @@ The task calls `GradientControl.before_step` when an update's gradient is final 
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -26,13 +27,43 @@ from fairseq_icl.results.gradient_record import (
     trained_parameters,
 )
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, norms_of
+from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
+from fairseq_icl.training.softmax_gradient import LORA
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
 Limits: TypeAlias = list[float] | pd.DataFrame
 """Per layer; or by step: demonstration and norms (list, one per layer)."""
 FROM_FILE = "from:"
+
+
+class LowRank:
+    """LoRA: W + B A for every trained matrix W, A (rank, d) with orthonormal rows drawn at random and fixed, B from 0.
+
+    A step of gradient descent on B is G A^T, G the gradient of W: so W moves by G A^T A, and that is all that is done
+    here. With d rows A^T A is the identity.
+    """
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.rank, self.seed = rank, seed
+        self._rows: dict[int, Tensor] = {}
+
+    def project(self, optimizer: FairseqOptimizer, gradients: Sequence[Tensor | None]) -> None:
+        """Make the gradients of matrices those of their low rank, in place."""
+        if not is_plain_sgd(optimizer):
+            raise UserError("train_parameters=lora: needs plain gradient descent (--optimizer sgd, no momentum)")
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and gradient.dim() == 2 and self.rank < gradient.size(1):
+                rows = self.rows(place, gradient.size(1)).to(gradient)
+                gradient.copy_(gradient @ rows.T @ rows)
+
+    def rows(self, place: int, width: int) -> Tensor:
+        """A of the trained parameter number `place`, (rank, width)."""
+        if place not in self._rows:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place)
+            drawn = torch.randn(width, self.rank, generator=generator, dtype=torch.float64)
+            self._rows[place] = torch.linalg.qr(drawn)[0].T
+        return self._rows[place]
 
 
 class GradientControl:
@@ -46,13 +77,14 @@ class GradientControl:
         recorder: GradientRecorder | None = None,
         step_size: float | None = None,
         whole_layers: WholeLayers | None = None,
+        low_rank: LowRank | None = None,
     ) -> None:
         """`clip` and `limits` (of `layer_limits`) bound each layer's gradient; `recorder` keeps norms and steps.
 
         `step_size` is the relative size |dW| / |W| that every layer's step gets; None: what the learning rate gives.
-        `whole_layers` looks at the gradients of all parameters of a layer, for the record.
+        `whole_layers` looks at the gradients of all parameters of a layer, for the record. `low_rank` is LoRA's.
         """
-        self.whole_layers = whole_layers
+        self.whole_layers, self.low_rank = whole_layers, low_rank
         self.num_layers = len(decoder.layers)
         self.trained = trained_parameters(decoder)
         self.clip = clip
@@ -73,6 +105,8 @@ class GradientControl:
         recorded as one, with its `last` step.
         """
         gradients, factor = true_gradients(optimizer, [parameter for _, _, parameter in self.trained])
+        if self.low_rank is not None:
+            self.low_rank.project(optimizer, gradients)
         norms = norms_of(gradients, factor)  # one a trained parameter
         if not all(map(math.isfinite, norms)):
             if isinstance(optimizer, AMPOptimizer):
@@ -194,7 +228,8 @@ def gradient_control(
     """
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
     whole = WholeLayers(decoder) if settings.gradient_norms == "all" and not linearized else None
-    return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole)
+    low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == LORA else None
+    return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole, low_rank)
 
 
 def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFrame | None = None) -> Limits:

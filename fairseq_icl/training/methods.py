@@ -73,6 +73,8 @@ class Method:
     """Of a method that trains nothing: makes its `StateEdit` of (model, prompts, settings)."""
     edit_reads: tuple[str, ...] = ()
     """The settings of training that `edit` reads."""
+    first: str = ""
+    """A method whose training, at its own learning rate and for `align_epochs`, comes before this one's."""
     reads_prompt: bool = False
     """Whether it learns from the ICL prompt too, and not from the fine-tuning sequences alone."""
 
@@ -104,7 +106,9 @@ class Method:
         if self.edit is not None:
             return known.name in self.edit_reads
         own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
-        return (own_loss and known.flag_of != ()) or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
+        if known.flag_of == ():
+            return bool(self.first) and known.name == "align_epochs"
+        return own_loss or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -191,8 +195,21 @@ for _method in (
         reads_prompt=True,
     ),
     Method(
+        "align_then_train",
+        "match_icl first, then vanilla fine-tuning from there (Mishra et al. 2025, arXiv 2509.22621)",
+        ("--criterion", "cross_entropy"),
+        first="match_icl",
+        reads_prompt=True,
+    ),
+    Method(
+        "lora",
+        "vanilla fine-tuning of keys and values in a random subspace of rank lora_rank",
+        ("--criterion", "cross_entropy", "--train-parameters", "lora"),
+    ),
+    Method(
         "shallow_gd",
         "descent on a shallow function of every layer's states, which adds to its attention output; no weight changes",
+        lr=0.03,  # on the scale of the demo model's states; other models need a search
         edit=shallow_gd,
         edit_reads=SHALLOW,
     ),
@@ -200,6 +217,7 @@ for _method in (
         "shallow_gd_kernel",
         "the same with a function of the softmax kernel, whose value is attention to the demonstrations",
         ("--shallow", "kernel"),
+        lr=100.0,
         edit=shallow_gd,
         edit_reads=SHALLOW,
     ),
@@ -254,7 +272,7 @@ def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
 
     The registered method whose options are just those of the checkpoint; otherwise the options themselves, in words.
     """
-    known = [_methods[name] for name in method_names() if _methods[name].trains]
+    known = [_methods[name] for name in method_names() if _methods[name].trains and not _methods[name].first]
     names = dict.fromkeys(name for method in known for name in method.options)
     found = {name: linearized if name == "linearize" else _saved_option(config, name) for name in names}
     for method in sorted(known, key=lambda method: -len(method.options)):  # what says more is named first

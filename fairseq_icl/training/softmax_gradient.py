@@ -19,10 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing.probe import attention_modules, is_plain
-from fairseq_icl.settings import Settings
+from fairseq_icl.settings import SETTINGS, Settings
 
 BEFORE_SOFTMAX = ("q_", "k_")
 """How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
+
+
+LORA = "lora"
+"""The value of `train_parameters` that lets the key and value projections learn in a random subspace (gradients.py)."""
 
 
 def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
@@ -30,7 +34,10 @@ def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
 
     Returns what learns, in words: "4 tensors, layers 28 to 29, 0.9 million parameters".
     """
-    model.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    if settings.train_parameters == LORA:
+        model.freeze_all_but(SETTINGS["train_parameters"].default, biases=False)
+    else:
+        model.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
     if settings.softmax_gradient == "stopped":
         for module in attention_modules(model.decoder):
             for name, parameter in module.named_parameters():

@@ -1,11 +1,14 @@
 """Verdicts on results that were made to satisfy, to violate and to leave open every claim, and on the authors' runs."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from fairseq_icl.errors import UserError
 from fairseq_icl.replication.report.claims import (
     FAILS,
     HOLDS,
@@ -14,7 +17,6 @@ from fairseq_icl.replication.report.claims import (
     TOO_FEW,
     Verdict,
     authors_verdicts,
-    claims,
     corrected,
     decide,
     judge,
@@ -22,16 +24,17 @@ from fairseq_icl.replication.report.claims import (
     verdicts,
 )
 from fairseq_icl.replication.report.effects import Part, Sample, satterthwaite
-from fairseq_icl.replication.report.published import published_figures
-from fairseq_icl.replication.report.text import effect_text, plain_verdicts, verdict_sheet
+from fairseq_icl.replication.report.published import Claim, Term, claims
+from fairseq_icl.replication.report.text import decided_by, effect_text, plain_verdicts, verdict_sheet
 from tests.replication import claims_world as world
 
-NAMES = [claim["name"] for claim in claims()]
-ABOVE = {"name": "x", "says": "x", "source": "dai2023", "left": {"metric": "m"}, "asks": {"above": 0}, "where": "every"}
+NAMES = [claim.name for claim in claims()]
+FORM = {"name": "x", "says": "x", "source": "dai2023", "left": {"metric": "m"}, "asks": {"above": 0}, "where": "every"}
+ABOVE = Claim.model_validate(FORM)
 
 
 def judged(folder, level, **options) -> dict[str, Verdict]:
-    return {found.claim["name"]: found for found in verdicts(world.make(folder, level, **options), "1.3b")}
+    return {found.claim.name: found for found in verdicts(world.make(folder, level, **options), "1.3b")}
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +72,27 @@ def test_one_seed_decides_nothing_and_says_what_it_shows(tmp_path):
         assert "[" not in effect_text(verdict.average)
 
 
-def test_claims_are_well_formed():
-    assert len(set(NAMES)) == len(NAMES) >= 12
-    for claim in claims():
-        assert claim["source"] in published_figures()["papers"]
-        assert claim["where"] in ("every", "most", "average")
-        assert len(claim["asks"]) == 1
-        assert set(claim["asks"]) <= {"above", "below"}
-        known = {"name", "source", "says", "note", "left", "right", "over", "asks", "where", "by", "datasets", "layers"}
-        assert set(claim) <= known | {"printed", "control"}
-        assert set(claim.get("control", {})) <= {"left", "right", "over"}
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"where": "some"}, r"claims\.0\.where=some: .*'every', 'most' or 'average'"),
+        ({"left": {"metrik": "m"}}, r"claims\.0\.left\.metrik: unknown key"),
+        ({"asks": {"above": "0"}}, r"claims\.0\.asks\.above=0: must be a number"),
+        ({"asks": {}}, r"claims\.0\.asks: give either above or below"),
+        ({"source": "dai"}, r"claims\.0: source=dai: no such paper in published.yaml; choose from dai2023, "),
+        ({"by": "layer"}, r"claims\.0: by: layer needs the layers"),
+        ({"name": "y"}, r"y: the name of two claims"),
+    ],
+)
+def test_a_mistake_in_the_claims_is_one_line_with_file_key_and_remedy(tmp_path, change, told):
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump({"claims": [FORM | change, FORM | {"name": "y"}]}))
+    with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: {told}.*; the head of the file says") as caught:
+        claims(path)
+    assert "\n" not in str(caught.value)
+    path.write_text("claims: [")
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        claims(tmp_path / "." / "claims.yaml")
 
 
 class Made:
@@ -91,8 +105,8 @@ class Made:
 
     orders = False  # or every seed an order of the same demonstrations
 
-    def sample(self, term: dict, dataset: str) -> Sample | None:
-        values = self.values.get(term["metric"])
+    def sample(self, term: Term, dataset: str) -> Sample | None:
+        values = self.values.get(term.metric)
         if values is None:
             return None
         seeds = tuple((1, seed) if self.orders else (seed, 0) for seed in range(len(values)))
@@ -102,7 +116,7 @@ class Made:
 def test_what_seeds_and_examples_add_to_both_sides_cancels():
     generator = np.random.default_rng(1)
     common = 3 * generator.standard_normal((3, 1)) + 5 * generator.standard_normal((1, 50))
-    claim = ABOVE | {"right": {"metric": "n"}}
+    claim = Claim.model_validate(FORM | {"right": {"metric": "n"}})
     own = 0.001 * generator.standard_normal((3, 50))
     paired = judge(claim, Made(m=common + 0.1 + own, n=common))
     alone = judge(ABOVE, Made(m=common + 0.1 + own))
@@ -126,7 +140,7 @@ def test_orders_of_the_same_demonstrations_are_one_draw():
     assert "one seed has no spread" in verdict.reason
 
 
-SHARE = ABOVE | {"left": {"metric": "rec2ftp"}, "asks": {"above": 0.5}}
+SHARE = Claim.model_validate(FORM | {"left": {"metric": "rec2ftp"}, "asks": {"above": 0.5}})
 
 
 def test_a_quotient_is_taken_over_the_examples_it_is_defined_on():
@@ -176,13 +190,14 @@ def test_all_claims_together_are_held_to_more(outcomes):
 
 def test_one_sentence_answers(outcomes):
     text = summary("1.3b", list(outcomes[FAILS].values()))
-    assert text.startswith(f"On 1.3b, of {len(NAMES)} claims 1 hold (lcgd_sim_am_delta_reversed), 21 do not hold (")
-    assert "0 are open, and 0 could not be asked" in text
-    assert "22 are open: 3 for want of a clear effect, 19 for want of seeds," in summary("x", outcomes[OPEN].values())
+    assert text.startswith(
+        f"On 1.3b, of the papers' {len(NAMES)} claims 1 hold, 21 do not hold, 0 are open, and 0 could"
+    )
+    assert "22 are open (4 for want of a clear effect, 18 for want of seeds)," in summary("x", outcomes[OPEN].values())
 
 
 def test_a_seed_whose_quotient_has_no_value_says_nothing():
-    claim = ABOVE | {"right": {"metric": "n"}, "over": {"metric": "o"}}
+    claim = Claim.model_validate(FORM | {"right": {"metric": "n"}, "over": {"metric": "o"}})
     ones, over = np.ones((3, 20)), np.ones((3, 20))
     over[0] = 0.0
     drawn = ones * np.array([[1.0], [1.001], [0.999]])
@@ -205,19 +220,38 @@ def test_more_examples_are_asked_for_where_examples_are_what_varies():
 def test_most_and_average_need_less_than_every(outcomes):
     effects = [effect for effect, _ in outcomes[HOLDS]["sim_aou_above_random"].places]
     mixed = [*effects, replace(effects[0], value=-0.2, centre=-0.2)]
-    found = {where: decide(ABOVE | {"where": where}, mixed).status for where in ("every", "most", "average")}
+    found = {
+        where: decide(Claim.model_validate(FORM | {"where": where}), mixed).status
+        for where in ("every", "most", "average")
+    }
     assert found == {"every": FAILS, "most": HOLDS, "average": HOLDS}
 
 
+def test_a_verdict_shows_the_interval_that_decides(outcomes):
+    """And not the average beside it, whose interval is narrower: of two datasets, the less clear one."""
+    for status in (HOLDS, FAILS, OPEN):
+        for verdict in outcomes[status].values():
+            low, high = verdict.judged.interval(verdict.judged_at)
+            inside = low > verdict.claim.asks.above and high < verdict.claim.asks.below
+            outside = high < verdict.claim.asks.above or low > verdict.claim.asks.below
+            told = {HOLDS: inside, FAILS: outside, OPEN: not inside and not outside}
+            assert told[verdict.status], verdict.claim.name
+    strong, weak = (effect for effect, _ in outcomes[HOLDS]["sim_aou_above_random"].places)
+    weak = replace(weak, value=weak.value - 0.02, centre=weak.centre - 0.02)
+    verdict = decide(ABOVE, [strong, weak])
+    assert (verdict.status, verdict.judged, verdict.reason) == (HOLDS, weak, "on 2 of 2 datasets")
+    assert decided_by(verdict).endswith(f"] on {weak.place}")
+
+
 def test_layers_are_asked_of_models_of_that_depth_only():
-    claim = next(claim for claim in claims() if claim["name"] == "lcgd_sim_aou_layers")
+    claim = next(claim for claim in claims() if claim.name == "lcgd_sim_aou_layers")
     values = np.ones((3, 5))
     assert judge(claim, Made(sim_aou_norm=values)).status == NO_DATA
 
 
 def test_the_authors_own_runs_are_held_to_the_same_claims():
     """As docs/verdicts.md has them."""
-    found = {verdict.claim["name"]: verdict for verdict in authors_verdicts()}
+    found = {verdict.claim.name: verdict for verdict in authors_verdicts()}
     assert found["sim_aou_above_random"].status == HOLDS
     assert found["sim_aou_above_random"].average.value == pytest.approx(0.183, abs=0.001)
     assert found["lcgd_sim_am_delta_layers"].status == OPEN  # appendix B.2 says nothing of layers 22 and 23
@@ -233,14 +267,14 @@ def test_the_authors_own_runs_are_held_to_the_same_claims():
 def test_the_page_of_the_documentation_says_what_the_authors_runs_say():
     text = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text(encoding="utf-8")
     for verdict in authors_verdicts():
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| `{verdict.claim['name']}` |")]
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| `{verdict.claim.name}` |")]
         cells = [cell.strip() for cell in line.split("|")]
-        assert cells[4:6] == [verdict.status, effect_text(verdict.average)]
+        assert cells[4:6] == [verdict.status, decided_by(verdict)]
 
 
 def test_the_verdicts_are_printed_with_their_effects(outcomes):
     found = list(outcomes[FAILS].values())
-    assert "sim_aou_above_random                 does not hold  -0.200 [" in plain_verdicts("1.3b", found)
+    assert "sim_aou_above_random                 does not hold  -0.200 [" in plain_verdicts(found)
     sheet = verdict_sheet("1.3b", found)
     assert {len(line) for line in sheet.lines} == {10}
     assert len(sheet.lines) == 1 + len(NAMES)

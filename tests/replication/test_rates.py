@@ -103,7 +103,7 @@ def test_methods_are_compared_where_they_move_the_model_as_far_as_icl_does(searc
         series = next(series for series in chart.panels[0].series if series.label == choice.method)
         assert list(series.x) == sorted(series.x)  # a higher rate goes further
         assert len(series.x) == len(choice.tried)
-    verdict = next(v for v in verdicts(found, "demo") if v.claim["name"] == "lcgd_sim_aou_equal_length")
+    verdict = next(v for v in verdicts(found, "demo") if v.claim.name == "lcgd_sim_aou_equal_length")
     both = equal.pivot_table(index="seed", columns="method", values="sim_aou").dropna()
     assert len(both) == 2
     assert verdict.average.value == pytest.approx((both["lcgd"] - both["gd"]).mean())

@@ -11,8 +11,8 @@ import pytest
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.artefacts import CellFolder
 from fairseq_icl.replication.report import Contents, write_report
-from fairseq_icl.replication.report.experiments import trajectory_tables
-from fairseq_icl.replication.report.figures import clipping, gradient_norms, over_tasks, similarities
+from fairseq_icl.replication.report.experiments import clipping, trajectory_tables
+from fairseq_icl.replication.report.figures import gradient_norms, over_tasks, similarities
 from fairseq_icl.replication.report.html import MOST_BYTES, page_examples
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import (
@@ -164,7 +164,7 @@ def test_two_runs_of_one_model_stand_side_by_side(run: Run, tmp_path: Path):
     assert list(both.planned["model"].drop_duplicates()) == ["1.3b [run]", "1.3b [other]"]
     contents = Contents.of(both)
     first, second = contents.verdicts.values()
-    said = [(a.status, b.status) for a, b in zip(first, second, strict=True) if a.claim["name"] == "sim_am_grows"]
+    said = [(a.status, b.status) for a, b in zip(first, second, strict=True) if a.claim.name == "sim_am_grows"]
     assert said == [("holds", "does not hold")]
     text = write_report(contents, tmp_path / "report", ("html",))["html"].read_text()
     assert "here: 1.3b [run]" in text

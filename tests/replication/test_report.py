@@ -15,8 +15,8 @@ from fairseq_icl.commands.report import main
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.artefacts import CellFolder
 from fairseq_icl.replication.folders import ResultsFolder
-from fairseq_icl.replication.report import write_report
-from fairseq_icl.replication.report.figures import switched_labels
+from fairseq_icl.replication.report import Contents, html, write_report
+from fairseq_icl.replication.report.experiments import switched_labels
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run, load_run
@@ -246,11 +246,52 @@ def test_csv_has_a_line_for_every_place(complete, tmp_path):
     path = write_report(complete, tmp_path, ("csv",))["csv"]
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 12 * 7 + 2 * 3 * 7
+    assert len(rows) == 12 * 7 + 2 * 3 * 7 + 4 * 4  # the overview: ZSL, ICL, gd, lcgd
     assert rows[0]["published"] == "0.11"
     assert rows[0]["cells"].split() == ["sst2gd1v0", "sst2gd2v0", "sst2gd3v0"]
     summary = pd.read_csv(tmp_path / "summary.csv")
     assert {"mean", "sd", "low", "high", "runs", "keys"} <= set(summary)
+
+
+def test_the_overview_has_every_method_and_the_metrics_of_the_user(complete):
+    configurations = {key: said | {"metrics": {"mine": "plugin.mine"}} for key, said in complete.configurations.items()}
+    mine = complete.values[(complete.values["metric"] == "sim_aou") & (complete.values["method"] == "lcgd")]
+    own = mine.assign(metric="mine", method="my_method", value=0.25)
+    planned = complete.planned[complete.planned["method"] == "lcgd"].assign(method="my_method")
+    run = replace(
+        complete,
+        configurations=configurations,
+        values=pd.concat([complete.values, own]),
+        planned=pd.concat([complete.planned, planned]),
+    )
+    contents = Contents.of(run)
+    (table,) = contents.overviews
+    assert table.title == "125m: means over 6 datasets and 3 seeds"
+    rows = {label: dict(zip(table.columns, entries, strict=True)) for label, entries in table.rows}
+    assert list(rows) == ["ZSL", "ICL", "gd", "lcgd", "my_method"]
+    assert rows["my_method"]["mine"].mean == pytest.approx(0.25)
+    assert rows["ZSL"]["mine"].mean is None
+    expected = complete.summary[(complete.summary["metric"] == "sim_aou") & (complete.summary["method"] == "gd")]
+    assert rows["gd"]["SimAOU"].mean == pytest.approx(expected["mean"].mean())
+    printed = contents.plain()
+    assert printed.index("On 125m, of the papers'") < printed.index(table.title) < printed.index("authors' runs")
+    assert "no data" not in printed.split("authors' runs")[0]
+
+
+def test_updates_that_were_skipped_are_named(complete):
+    row = complete.values.iloc[:1].assign(metric="skipped_updates", layer=None, value=3.0)
+    run = replace(complete, values=pd.concat([complete.values, row], ignore_index=True))
+    assert complete.warnings == []
+    (warning,) = run.warnings
+    assert warning.startswith("Updates of fine-tuning were skipped in 1 cells")
+    assert "(sst2, gd, seed 1: 3)" in warning
+    assert warning in html.page(Contents.of(run), []).replace("&#39;", "'")
+
+
+def test_tables_have_no_columns_for_datasets_that_are_not_in_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.replication.test_report.DATASETS", ("mr", "sst2"))
+    (table,) = paper_tables(make_run(tmp_path / "run", ["deutch2024_table2"]))
+    assert table.columns == ("sst2", "mr", "average")
 
 
 def test_the_command_prints_tables_and_refuses_other_folders(complete, tmp_path, capsys):

@@ -96,7 +96,7 @@ def test_a_folder_of_different_machines_is_warned_of(spread):
     assert "different threads (1, 64)" in warning or "64" in warning
     contents = Contents.of(mixed)
     assert warning in markdown_page(contents, [])
-    assert warning in html.page(mixed, contents.verdicts, contents.papers, contents.comparisons, [])
+    assert warning in html.page(contents, [])
 
 
 def test_rows_that_are_not_the_papers_or_not_all_the_same_are_warned_of(spread):
@@ -122,7 +122,7 @@ def nothing(world: World, tmp_path_factory: pytest.TempPathFactory):
 
 def test_one_example_and_no_update_are_marked_where_they_are_read(nothing):
     table = next(table for table in paper_tables(nothing) if table.name.startswith("deutch2024_table2"))
-    for text in (plain(table), markdown(table), html.table_html(table, html.Page())):
+    for text in (plain(table), markdown(table), html.page(Contents.of(nothing), [])):
         assert "no update" in text
         assert "(n=1)" in text
         assert "no update: no update is above rounding here" in text

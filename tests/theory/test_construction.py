@@ -18,6 +18,7 @@ from fairseq_icl.theory.construction import (
     prompt_tokens,
     random_regression,
 )
+from fairseq_icl.theory.dual_form import softmax_kernel
 
 WIDTH, OUTPUTS, EXAMPLES = 6, 2, 11
 
@@ -76,7 +77,7 @@ def test_wrong_projection_or_value_is_not_the_step(tasks: Regression) -> None:
 
 def test_softmax_is_not_the_step(tasks: Regression) -> None:
     rates = torch.tensor([0.7], dtype=torch.float64)
-    tokens = layers(rates)[0](prompt_tokens(tasks), EXAMPLES, softmax=True)
+    tokens = layers(rates)[0](prompt_tokens(tasks), EXAMPLES, kernel=softmax_kernel)
     assert relative_error(-tokens[:, EXAMPLES:, WIDTH:], gradient_descent(tasks, rates)) > 0.1
 
 

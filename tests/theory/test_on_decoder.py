@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.linear_attention import Heads, explain, relaxed_attention, softmax_attention, softmax_change
-from fairseq_icl.theory.on_decoder import attention_change, implicit_updates, run_on_decoder
+from fairseq_icl.theory.on_decoder import (
+    antisymmetric_share,
+    attention_change,
+    implicit_updates,
+    run_on_decoder,
+    update_fields,
+)
 
 WIDTH, LAYERS, HEADS = 12, 3, 2
 START = [0]
@@ -106,9 +112,34 @@ def test_heads_give_the_modules_own_output() -> None:
 
 def test_records_of_a_decoder_hold() -> None:
     records = run_on_decoder(Decoder(), START, [CONTEXT[:4], CONTEXT], QUERIES)
-    assert [record.holds for record in records] == [True, True, True]
+    assert [record.holds for record in records] == [True] * 4
     single = run_on_decoder(Decoder().float(), START, [CONTEXT], QUERIES)
     assert not all(record.holds for record in single)  # float32 is not exact enough
+
+
+def test_an_update_field_is_a_gradient_where_values_are_tied_to_keys_and_nowhere_else() -> None:
+    """With W_V = W_K and W_O = W_Q^T, and no norm in front, u(h) is the gradient of -log(1 - share), head by head."""
+    decoder = Decoder(norm_in_front=False)
+    free, controls = zip(*update_fields(decoder, START, CONTEXT, QUERIES[0]), strict=True)
+    assert len(free) == LAYERS
+    assert min(free + controls) > 0.1
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        for part in ("weight", "bias"):
+            getattr(attention.v_proj, part).data.copy_(getattr(attention.k_proj, part))
+        attention.out_proj.weight.data.copy_(attention.q_proj.weight.T)
+    assert max(share for share, _ in update_fields(decoder, START, CONTEXT, QUERIES[0])) < 1e-20
+    attention.out_proj.weight.data.mul_(torch.linspace(0, 2, WIDTH))  # one premise removed, in the last layer
+    shares = [share for share, _ in update_fields(decoder, START, CONTEXT, QUERIES[0])]
+    assert shares[-1] > 1e-3 > 1e-20 > max(shares[:-1])
+
+
+def test_a_step_of_descent_on_weights_is_no_gradient_field_of_the_state() -> None:
+    """The constructed step moves y by -dW x: its Jacobian in (x, y) has as much antisymmetry as a matrix can have."""
+    step = torch.zeros(6, 6, dtype=torch.float64)
+    step[4:, :4] = torch.randn(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert antisymmetric_share(step) == pytest.approx(0.5)
+    assert antisymmetric_share(step + step.T) == 0
 
 
 def test_other_models_and_missing_demonstrations_are_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from examples.layer_causal_drawing import draw_layer_causal
 from fairseq_icl.commands.theory import render_html, render_markdown
+from fairseq_icl.theory import descent  # noqa: F401 - adds to the exact statements
 from fairseq_icl.theory.statements import EXACT, EXACT_STATEMENTS, Record, run_exact
 from fairseq_icl.theory.trained import run_trained
 
@@ -19,7 +20,7 @@ def records() -> list[Record]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_exact_statements_hold_and_break(seed: int) -> None:
     found = run_exact(seed)
-    assert len(found) == len(EXACT_STATEMENTS)
+    assert len(found) == len(EXACT_STATEMENTS) == 13
     for record in found:
         assert record.value < EXACT, record
         assert record.broken > 1e-3, record

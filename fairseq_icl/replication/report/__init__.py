@@ -10,13 +10,13 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
-from fairseq_icl.replication.report.claims import Verdict, verdicts
+from fairseq_icl.replication.report.claims import Verdict, summary, verdicts
 from fairseq_icl.replication.report.displacement import displacement_tables
 from fairseq_icl.replication.report.experiments import order_tables, stability_tables, trajectory_tables
 from fairseq_icl.replication.report.rates import SEARCHED, rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run, with_data
 from fairseq_icl.replication.report.steps import steps_tables
-from fairseq_icl.replication.report.tables import Table, comparison_tables, data_tables, paper_tables
+from fairseq_icl.replication.report.tables import Table, comparison_tables, data_tables, overview, paper_tables
 
 if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
@@ -42,51 +42,63 @@ class Contents:
     run: Run
     verdicts: dict[str, list[Verdict]]
     """By model."""
+    overviews: list[Table]
     papers: list[Table]
     comparisons: list[Table]
 
     @classmethod
     def of(cls, run: Run) -> "Contents":
         """Everything that the run has numbers for."""
-        finished = run.planned.loc[run.planned["finished"], "model"].drop_duplicates()
+        models = run.planned.loc[run.planned["finished"], "model"].drop_duplicates()
         comparisons = [table for make in with_data(run, COMPARISONS) for table in make(run)]
-        return cls(run, {model: verdicts(run, model) for model in finished}, paper_tables(run), comparisons)
+        overviews = [table for model in models if (table := overview(run, model)).rows]
+        return cls(run, {model: verdicts(run, model) for model in models}, overviews, paper_tables(run), comparisons)
 
     @property
     def tables(self) -> list[Table]:
         """All tables of numbers."""
-        return [*self.papers, *self.comparisons]
+        return [*self.papers, *self.comparisons, *self.overviews]
 
     @property
     def sheets(self) -> list[text.Sheet | Table]:
         """Verdicts and tables, in the order of the report."""
-        return [*(text.verdict_sheet(model, found) for model, found in self.verdicts.items()), *self.tables]
+        found = [text.verdict_sheet(model, verdicts) for model, verdicts in self.verdicts.items()]
+        return [*self.overviews, *found, *self.papers, *self.comparisons]
+
+    @property
+    def state(self) -> str:
+        """How much of the plan there is, and in which precision."""
+        finished = f"{int(self.run.planned['finished'].sum())} of {len(self.run.planned)} cells finished."
+        missing = len(self.run.missing)
+        told = f"{missing} missing: the same command again computes just these." if missing else ""
+        return " ".join(filter(None, (finished, told, self.run.computed_in)))
 
     def plain(self) -> str:
         """Everything for a terminal."""
-        parts = [text.plain_verdicts(model, found) for model, found in self.verdicts.items()]
-        return "\n\n".join([*parts, *map(text.plain, self.tables)])
+        parts = [summary(model, found) for model, found in self.verdicts.items()]
+        parts += map(text.plain, self.overviews)
+        parts += filter(None, map(text.plain_verdicts, self.verdicts.values()))
+        return "\n\n".join([*parts, *map(text.plain, [*self.papers, *self.comparisons])])
 
 
 def write_report(contents: Contents | Run, folder: Path, formats: tuple[str, ...] = FORMATS) -> dict[str, Path]:
     """Write the report; returns the path of each format's main file."""
-    from fairseq_icl.replication.report import html, plotting  # matplotlib, which tables alone can do without
+    from fairseq_icl.replication.report import html  # what tables alone can do without
     from fairseq_icl.replication.report.figures import all_figures
-    from fairseq_icl.results.drawing import Drawing
 
     contents = Contents.of(contents) if isinstance(contents, Run) else contents
-    run = contents.run
-    figures = list(all_figures(run)) if {"html", "md", "tex"} & set(formats) else []
+    charts = list(all_figures(contents.run)) if {"html", "md", "tex"} & set(formats) else []
     written = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         drawings: list[Drawing] = []
         if {"md", "tex"} & set(formats):
-            for figure in figures:
-                drawings += [figure] if isinstance(figure, Drawing) else plotting.drawings([figure])
+            from fairseq_icl.replication.report.plotting import drawings as drawn  # matplotlib
+
+            drawings = list(drawn(charts))
             _write_figures(drawings, folder / "figures")
         makers = {
-            "html": lambda: html.page(run, contents.verdicts, contents.papers, contents.comparisons, figures),
+            "html": lambda: html.page(contents, charts),
             "md": lambda: markdown_page(contents, drawings),
             "tex": lambda: latex_page(contents.sheets, drawings),
             "csv": lambda: text.comma_separated(contents.tables),
@@ -96,8 +108,8 @@ def write_report(contents: Contents | Run, folder: Path, formats: tuple[str, ...
             write_atomically(written[name], makers[name]())
         if "csv" in formats:
             _write_csv(contents, folder)
-        if SEARCHED in run.content["settings"]:
-            write_model_files(run, folder)
+        if SEARCHED in contents.run.content["settings"]:
+            write_model_files(contents.run, folder)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another place with --to") from error
     return written
@@ -113,7 +125,7 @@ def _write_csv(contents: Contents, folder: Path) -> None:
     lines = [["model", "name", *text.VERDICT_HEAD]]
     for model, found in contents.verdicts.items():
         rows = text.verdict_sheet(model, found).lines[1:]
-        lines += [[model, verdict.claim["name"], *row] for verdict, row in zip(found, rows, strict=True)]
+        lines += [[model, verdict.claim.name, *row] for verdict, row in zip(found, rows, strict=True)]
     write_atomically(folder / "verdicts.csv", text.csv_of(lines))
 
 
@@ -127,15 +139,11 @@ def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:
 
 def markdown_page(contents: Contents, drawings: "list[Drawing]") -> str:
     """The report in Markdown, figures beside it."""
-    run = contents.run
-    finished = int(run.planned["finished"].sum())
-    lines = [
-        f"# Report: {text.marked(', '.join(run.experiments))}",
-        "",
-        f"{finished} of {len(run.planned)} cells finished. {run.computed_in}".rstrip(),
-        "",
-    ]
-    lines += [line for warning in run.warnings for line in (f"**{text.marked(warning)}**", "")]
+    lines = [f"# Report: {text.marked(', '.join(contents.run.experiments))}", ""]
+    for model, found in contents.verdicts.items():
+        lines += [text.marked(summary(model, found)), ""]
+    lines += [contents.state, ""]
+    lines += [line for warning in contents.run.warnings for line in (f"**{text.marked(warning)}**", "")]
     lines += [text.markdown(table) for table in contents.sheets]
     for drawing in drawings:
         lines += [

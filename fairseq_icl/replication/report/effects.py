@@ -17,15 +17,15 @@ certainty. An interval never leaves the range that the quantity can have.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
 from scipy.special import nctdtr, stdtrit  # light, unlike scipy.stats
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, at_equal_length, sweeps
-from fairseq_icl.replication.report.published import authors_runs, inits_of, zero_shot_errors
+from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, SWEPT, at_equal_length, sweeps
+from fairseq_icl.replication.report.published import Term, authors_runs, inits_of, zero_shot_errors
 from fairseq_icl.replication.report.run import Run
 
 LEVEL, POWER = 0.05, 0.8
@@ -103,7 +103,7 @@ class Effect:
         for seeds in range(self.seeds, MOST_SEEDS + 1):
             if self._power(seeds, distance, level, variance) >= POWER:
                 wishes = [f"{seeds} seeds", *wishes] if seeds > self.seeds else wishes
-                return f"at least {' and '.join(wishes)} for a power of 80 %" if wishes else "a few more seeds"
+                return f"at least {' and '.join(wishes)}" if wishes else "a few more seeds"
         return f"more than {MOST_SEEDS} seeds"
 
     def _power(self, seeds: int, distance: float, level: float, of_examples: float) -> float:
@@ -198,8 +198,8 @@ class Evidence(Protocol):
 
     datasets: Sequence[str]
 
-    def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
-        """The sample of a claim's term ({metric, method, init}) on a dataset; None if there is none."""
+    def sample(self, term: Term, dataset: str) -> Sample | None:
+        """The sample of a claim's term on a dataset; None if there is none."""
 
 
 class RunEvidence:
@@ -208,9 +208,10 @@ class RunEvidence:
     def __init__(self, run: Run, model: str, metrics: Sequence[str]) -> None:
         cells = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "") & run.planned["finished"]]
         self.cells = cells.drop_duplicates(["init", "dataset", "method", "seed", "permutation"])
-        self.displaced = at_equal_length(sweeps(run, model))
-        named = pd.concat([self.cells["dataset"], self.displaced["dataset"]])
-        self.datasets: Sequence[str] = list(named.drop_duplicates())
+        swept = bool(SWEPT & run.content["differing"])
+        self.displaced = at_equal_length(sweeps(run, model)) if swept else None
+        named = [*self.cells["dataset"], *([] if self.displaced is None else self.displaced["dataset"])]
+        self.datasets: Sequence[str] = list(dict.fromkeys(named))
         self.groups: dict[tuple[str, str, str], dict[Seed, str]] = {}
         for cell in self.cells.itertuples():
             group = self.groups.setdefault((cell.dataset, cell.method, cell.init), {})
@@ -219,24 +220,24 @@ class RunEvidence:
         self._values: dict[str, dict[str, pd.DataFrame]] = {}
         self._means = dict(list(run.values[run.values["metric"].isin(self.metrics)].groupby("key")))
 
-    def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
+    def sample(self, term: Term, dataset: str) -> Sample | None:
         """As `Evidence` says."""
-        if term["metric"].endswith(AT_EQUAL_LENGTH):
-            return self._displaced(term, dataset)
-        for init in inits_of(term.get("init", "pretrained")):
-            place = (dataset, term.get("method", "gd"), init)
+        if term.metric.endswith(AT_EQUAL_LENGTH):
+            return None if self.displaced is None else self._displaced(self.displaced, term, dataset)
+        for init in inits_of(term.init):
+            place = (dataset, term.method, init)
             if place in self.groups:
                 keys = self.groups[place]
-                seeds = {seed: self._read(key).get(term["metric"]) for seed, key in keys.items()}
+                seeds = {seed: self._read(key).get(term.metric) for seed, key in keys.items()}
                 return _joined({seed: values for seed, values in seeds.items() if values is not None})
         return None
 
-    def _displaced(self, term: dict[str, Any], dataset: str) -> Sample | None:
+    def _displaced(self, cells: pd.DataFrame, term: Term, dataset: str) -> Sample | None:
         """A similarity where fine-tuning moves the model as far as ICL does, of the seeds that get there."""
-        place = (dataset, "pretrained", term.get("method", "gd"))
-        cells = self.displaced[(self.displaced[["dataset", "init", "method"]] == place).all(axis=1)]
+        place = (dataset, "pretrained", term.method)
+        cells = cells[(cells[["dataset", "init", "method"]] == place).all(axis=1)]
         cells = cells[cells["by"] == cells["by"].max()]  # where rates and equal steps were swept, the rates
-        name = term["metric"].removesuffix(AT_EQUAL_LENGTH)
+        name = term.metric.removesuffix(AT_EQUAL_LENGTH)
         known = cells.dropna(subset=[name])[["seed", "permutation", name]].to_numpy(float)
         return _joined({(int(seed), int(order)): pd.DataFrame([value], [NO_EXAMPLE]) for seed, order, value in known})
 
@@ -296,12 +297,12 @@ class AuthorsEvidence:
         self.datasets: Sequence[str] = list(plain["dataset"].drop_duplicates())
         self.groups = dict(list(plain.groupby(["metric", "method", "init", "dataset"])))
 
-    def sample(self, term: dict[str, Any], dataset: str) -> Sample | None:
+    def sample(self, term: Term, dataset: str) -> Sample | None:
         """As `Evidence` says."""
-        place = (term.get("method", "gd"), inits_of(term.get("init", "pretrained"))[0], dataset)
-        if term["metric"].startswith("rec2ftp"):
-            return self._counted(term["metric"], place)
-        rows = self.groups.get((term["metric"], *place))
+        place = (term.method, inits_of(term.init)[0], dataset)
+        if term.metric.startswith("rec2ftp"):
+            return self._counted(term.metric, place)
+        rows = self.groups.get((term.metric, *place))
         if rows is None:
             return None
         rows = rows[(rows["precision"] == rows["precision"].min()) & rows["layer"].notna()]  # fp16 before fp32

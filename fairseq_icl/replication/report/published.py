@@ -1,14 +1,18 @@
-"""What the papers printed and what their authors' own runs gave: the files of config/published."""
+"""What the papers printed and claim, and what their authors' own runs gave: the files of config/published."""
 
 import math
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import yaml
+from pydantic import Field, model_validator
 
-from fairseq_icl.files import PACKAGE
+from fairseq_icl.errors import UserError
+from fairseq_icl.files import PACKAGE, reason_of
+from fairseq_icl.typed import Typed, validated
 
 FOLDER = PACKAGE / "config" / "published"
 PLACE = ("metric", "method", "init", "clip_norm", "dataset", "precision")
@@ -25,6 +29,112 @@ NO_TRAINING = {"no-training": ("layer-norms", "untrained")}
 def published_figures() -> dict[str, Any]:
     """The papers' figures, as the package's YAML has them."""
     return yaml.safe_load((FOLDER / "published.yaml").read_text(encoding="utf-8"))
+
+
+class Term(Typed):
+    """A metric, of a method and an init."""
+
+    metric: str
+    method: str = "gd"
+    init: str = "pretrained"
+
+
+class Quantity(Typed):
+    """`left`, minus `right`, over `over`."""
+
+    left: Term
+    right: Term | None = None
+    over: Term | None = None
+
+    @property
+    def terms(self) -> list[Term]:
+        """The terms that it has."""
+        return [term for term in (self.left, self.right, self.over) if term is not None]
+
+
+class Bound(Typed):
+    """What a quantity has to be, above one number or below it."""
+
+    above: float = -math.inf
+    below: float = math.inf
+
+    @model_validator(mode="after")
+    def _one(self) -> "Bound":
+        if math.isinf(self.above) == math.isinf(self.below):
+            raise ValueError("give either above or below, a number")
+        return self
+
+
+class Datasets(Typed):
+    """Datasets that a claim leaves out."""
+
+    excluded: tuple[str, ...] = Field(alias="except", strict=False)
+
+
+class Layers(Typed):
+    """Layers that a claim names, of a model that has so many."""
+
+    of: int
+    only: tuple[int, ...] = Field((), strict=False)
+    excluded: tuple[int, ...] = Field((), alias="except", strict=False)
+
+    @property
+    def chosen(self) -> list[int]:
+        """Their numbers."""
+        return list(self.only) or [layer for layer in range(self.of) if layer not in self.excluded]
+
+
+class Claim(Quantity):
+    """A paper's claim as a question that results can answer; claims.yaml says what the keys mean."""
+
+    name: str
+    source: str
+    says: str
+    note: str = ""
+    asks: Bound
+    where: Literal["every", "most", "average"]
+    by: Literal["dataset", "layer"] = "dataset"
+    datasets: Datasets | None = None
+    layers: Layers | None = None
+    control: Quantity | None = None
+    printed: float | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> "Claim":
+        papers = published_figures()["papers"]
+        if self.source not in papers:
+            raise ValueError(f"source={self.source}: no such paper in published.yaml; choose from {', '.join(papers)}")
+        if (self.by == "layer") != (self.layers is not None):
+            raise ValueError("by: layer needs the layers, and layers need by: layer")
+        return self
+
+    def levels(self, places: int, level: float) -> tuple[int, float, float]:
+        """How many of its places it needs, and the levels at which a single one counts for and against it."""
+        needed = places // 2 + 1 if self.where == "most" else places
+        return needed, level / (places - needed + 1), level / needed
+
+
+class ClaimsFile(Typed):
+    """claims.yaml."""
+
+    claims: tuple[Claim, ...] = Field(strict=False)
+
+    @model_validator(mode="after")
+    def _different(self) -> "ClaimsFile":
+        names = [claim.name for claim in self.claims]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)}: the name of two claims")
+        return self
+
+
+@cache
+def claims(path: Path = FOLDER / "claims.yaml") -> tuple[Claim, ...]:
+    """The papers' claims."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as YAML ({reason_of(error)}); mend it") from error
+    return validated(ClaimsFile, content, str(path), "the head of the file says what a claim may have").claims
 
 
 @cache

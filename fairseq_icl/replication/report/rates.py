@@ -123,8 +123,9 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
     for name in (LABELS, TEXT):
         measured = plain.loc[plain["metric"] == name, "value"]
         found |= {name: measured.mean(skipna=False), f"{name} sd": measured.std()}
+    moved = cells[cells["draw"] != 0]["key"].nunique()
     for name in OUTCOMES:
-        measured = cells[cells["metric"] == name]
+        measured = cells[(cells["metric"] == name) & ((cells["draw"] == 0) | (moved >= found["runs"] * len(DRAWS)))]
         found[f"{name} by rounding"] = pooled(measured, ["seed", "permutation"])
         found[f"{name} by seed"] = pooled(measured, ["draw"])
     return found

@@ -16,7 +16,7 @@ from fairseq_icl.replication.report.published import (
     inits_of,
     published_figures,
 )
-from fairseq_icl.replication.report.run import Run, needs
+from fairseq_icl.replication.report.run import Run, needs, plain
 from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import READING, nearest
 
@@ -128,7 +128,8 @@ def paper_tables(run: Run) -> list[Table]:
         for model in models:  # innermost: two models stand side by side
             rows = published_figures()["tables"][name]["rows"]
             sizes = list(dict.fromkeys(size for row in rows for size in row.get("published", {})))
-            if model in sizes or not sizes or not _shared(run, name, model):
+            own = run.planned.loc[run.planned["model"] == model, "dataset"]
+            if model in sizes or not sizes or not set(own) & set(published_figures()["tables"][name]["columns"]):
                 sizes = [model]
             for size in sizes:
                 words = {model: model} if len(models) > 1 else {}
@@ -139,21 +140,15 @@ def paper_tables(run: Run) -> list[Table]:
     return tables
 
 
-def _shared(run: Run, name: str, model: str) -> bool:
-    """Whether the run has any dataset of the published table."""
-    own = run.planned.loc[run.planned["model"] == model, "dataset"]
-    return bool(set(own) & set(published_figures()["tables"][name]["columns"]))
-
-
 def paper_table(run: Run, name: str, model: str, size: str) -> Table:
     """One published table with the numbers of `model` beside the paper's for `size`."""
     figures = published_figures()
     said = figures["tables"][name]
     paper = figures["papers"][said["paper"]]
     own = run.planned.loc[run.planned["model"] == model, "dataset"].drop_duplicates()
-    # A run on other datasets only (the demo's) keeps the paper's rows and has its own columns.
-    columns = said["columns"] if _shared(run, name, model) else []
-    columns = columns + [dataset for dataset in own if dataset not in said["columns"]]
+    # The paper's order of columns, as far as the run has them, and then its own.
+    columns = [dataset for dataset in said["columns"] if dataset in set(own)]
+    columns += [dataset for dataset in own if dataset not in columns]
     scale = 100.0 if said.get("percent") else 1.0
     rows = [_paper_row(run, row, model, size, columns, said["columns"], scale) for row in said["rows"]]
     notes = [f"Ours: {model}; published: {size}."] if size != model else []
@@ -322,6 +317,35 @@ def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
     mark, ratio = _mark(metric, own, labels, mean is None), _number(own.get(f"{LENGTH_RATIO}{metric}"), 1.0)
     runs, keys = int(row["runs"]), tuple(row["keys"])
     return Entry(mean, sd, runs=runs, published=reference, keys=keys, mark=mark, length_ratio=ratio)
+
+
+OVERVIEW = {"accuracy_{}": "accuracy", "auc_{}": "AUC"}
+OVERVIEW |= {metric: shown_as(metric)[0] for metric in ("rpa", "sim_aou", "sim_am_delta")}
+
+
+def overview(run: Run, model: str) -> Table:
+    """What came out, at a glance: a row for ZSL, ICL and every method, means over datasets and seeds."""
+    chosen = run.summary[run.summary["model"] == model]
+    chosen = plain(chosen, model) if (chosen["variant"] == "").any() else chosen
+    foreign = {str(name): str(name) for said in run.configurations.values() for name in said.get("metrics") or {}}
+    columns = {**OVERVIEW, **foreign}
+    rows: list[tuple[str, list[Entry]]] = []
+    for place, own in chosen.groupby(["method", "init", "variant"], sort=False):
+        means, keys = own.groupby("metric")["mean"].mean(), tuple(own["keys"].explode().unique())
+        label = ", ".join(word for word in place if word not in ("", "pretrained"))
+        for side, name in (("ft", label),) if rows else (("zsl", "ZSL"), ("icl", "ICL"), ("ft", label)):
+            own_columns = [column.format(side) for column in columns if side == "ft" or "{}" in column]
+            numbers = [_number(means.get(column), 1.0) for column in own_columns]
+            if any(number is not None for number in numbers):
+                numbers += [None] * (len(columns) - len(numbers))
+                rows.append((name, [Entry(x, runs=len(keys), keys=keys) for x in numbers]))
+    kept = [i for i in range(len(columns)) if any(entries[i].mean is not None for _, entries in rows)]
+    titles, shown = list(columns.values()), ((label, tuple(entries[i] for i in kept)) for label, entries in rows)
+    planned = run.planned[(run.planned["model"] == model) & run.planned["finished"]]
+    counts = [f"{planned[x].nunique()} {x}{'s' * (planned[x].nunique() != 1)}" for x in ("dataset", "seed")]
+    title = f"{model}: means over {' and '.join(counts)}"
+    notes = ("Shares between 0 and 1, cosines between -1 and 1. A dash: there is no such number.",)
+    return Table(f"overview_{model}", title, tuple(titles[i] for i in kept), tuple(shown), 3, notes=notes)
 
 
 @needs()

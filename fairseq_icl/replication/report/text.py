@@ -4,102 +4,78 @@ import csv
 import hashlib
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
-from fairseq_icl.replication.report.claims import Effect, Verdict, authors_verdicts, summary
+from fairseq_icl.replication.report.claims import LEVEL, NO_DATA, Effect, Verdict, authors_verdicts
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
 
-Show = Callable[[Entry, int], str]
+OURS, DIFFERENCE, REPEATS = "ours", "difference", "their repeats"
 MISSING = "missing"
 UNDEFINED = "0/0"
 NOT_PLANNED = "–"
 NEGATIVE = re.compile(r"-\d+(\.\d+)?")
-PRECISIONS = ("fp16", "fp32")
 SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
 
 
-def ours(entry: Entry, decimals: int) -> str:
-    """Our number: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash (not planned)."""
+INTERVAL, RATIO = "95 % interval", "length ratio"
+AUTHORS = {precision: f"authors' runs, {precision}" for precision in ("fp16", "fp32")}
+
+
+class Line(NamedTuple):
+    """One line of a row of a table: all numbers of one kind."""
+
+    label: str
+    """Of the row, on its first line; then empty."""
+    kind: str
+    cells: list[str]
+    entries: tuple[Entry, ...]
+
+
+def shown(entry: Entry, decimals: int, reference: str) -> dict[str, str]:
+    """What an entry has to say, by the kind of number.
+
+    Our own number is always there: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash
+    (not planned).
+    """
+
+    def number(mean: float, sd: float | None) -> str:
+        return f"{mean:.{decimals}f}" + (f" ± {sd:.{decimals}f}" if sd is not None else "")
+
+    said = {OURS: MISSING if entry.planned else NOT_PLANNED}
     if entry.is_undefined:
-        return entry.mark or UNDEFINED
-    if entry.mean is None:
-        return MISSING if entry.planned else NOT_PLANNED
-    text = f"{entry.mean:.{decimals}f}"
-    text += f" ± {entry.sd:.{decimals}f}" if entry.sd is not None else ""
-    return f"{text} ({entry.mark})" if entry.mark else text
+        said[OURS] = entry.mark or UNDEFINED
+    elif entry.mean is not None:
+        said[OURS] = number(entry.mean, entry.sd) + (f" ({entry.mark})" if entry.mark else "")
+    if entry.low is not None and entry.high is not None:  # the interval of a single example is that example
+        limits = f"[{entry.low:.{decimals}f}, {entry.high:.{decimals}f}]"
+        said[INTERVAL] = ONE_EXAMPLE if entry.mark == ONE_EXAMPLE else limits
+    if entry.length_ratio is not None:
+        said[RATIO] = number(entry.length_ratio, None)
+    if entry.published is not None:
+        if reference != PLAIN:  # the plain run is the first row already
+            said[reference] = number(entry.published, entry.published_sd) + ("?" if entry.doubtful else "")
+        difference = "" if entry.difference is None else f"{entry.difference:+.{decimals}f}"
+        said[DIFFERENCE] = (difference or NOT_PLANNED) + (" (exact)" if entry.is_exact else "")
+    said |= {AUTHORS[precision]: number(*numbers) for precision, numbers in entry.authors.items()}
+    if entry.repeats is not None:  # a digit more than the table has
+        said[REPEATS] = f"{entry.repeats:.{decimals + 1}f}"
+    return said
 
 
-def beside(entry: Entry, decimals: int) -> str:
-    """The published number with its SD, marked if doubtful."""
-    if entry.published is None:
-        return NOT_PLANNED
-    text = f"{entry.published:.{decimals}f}"
-    text += f" ± {entry.published_sd:.{decimals}f}" if entry.published_sd is not None else ""
-    return text + ("?" if entry.doubtful else "")
-
-
-def of_authors(entry: Entry, decimals: int, precision: str) -> str:
-    """What the authors' own runs gave in this precision."""
-    if precision not in entry.authors:
-        return NOT_PLANNED
-    mean, sd = entry.authors[precision]
-    return f"{mean:.{decimals}f}" + (f" ± {sd:.{decimals}f}" if sd is not None else "")
-
-
-def difference(entry: Entry, decimals: int) -> str:
-    """Ours minus the published number, with its sign."""
-    if entry.difference is None:
-        return NOT_PLANNED
-    return f"{entry.difference:+.{decimals}f}" + (" (exact)" if entry.is_exact else "")
-
-
-def repeats(entry: Entry, decimals: int) -> str:
-    """How far the authors' own repeats lie apart, with a digit more than the table has."""
-    return NOT_PLANNED if entry.repeats is None else f"{entry.repeats:.{decimals + 1}f}"
-
-
-def interval(entry: Entry, decimals: int) -> str:
-    """The 95 % bootstrap interval over examples."""
-    if entry.low is None or entry.high is None:
-        return NOT_PLANNED
-    if entry.mark == ONE_EXAMPLE:  # the interval of a single example is that example
-        return ONE_EXAMPLE
-    return f"[{entry.low:.{decimals}f}, {entry.high:.{decimals}f}]"
-
-
-def length_ratio(entry: Entry, decimals: int) -> str:
-    """How long the second vector of a cosine is in units of the first."""
-    return NOT_PLANNED if entry.length_ratio is None else f"{entry.length_ratio:.{decimals}f}"
-
-
-def kinds_of(entries: Sequence[Entry], reference: str, *, intervals: bool = True) -> list[tuple[str, Show]]:
-    """The lines a row needs: our number always, the others where any of its entries has them."""
-    kinds: list[tuple[str, Show]] = [("ours", ours)]
-    if intervals and any(entry.low is not None for entry in entries):
-        kinds.append(("95 % interval", interval))
-    if any(entry.length_ratio is not None for entry in entries):
-        kinds.append(("length ratio", length_ratio))
-    published = any(entry.published is not None for entry in entries)
-    if published and reference != PLAIN:  # the plain run is the first row already
-        kinds.append((reference, beside))
-    for precision in sorted({precision for entry in entries for precision in entry.authors}):
-        kinds.append((f"authors' runs, {precision}", partial(of_authors, precision=precision)))
-    kinds += [("difference", difference)] if published else []
-    return [*kinds, ("their repeats", repeats)] if any(entry.repeats is not None for entry in entries) else kinds
-
-
-def grid(table: Table, *, intervals: bool = True) -> list[list[str]]:
-    """The table as lines of text cells, the first being the head. Every row has a line for each kind of number."""
-    lines = [["", "", *table.columns]]
+def lines_of(table: Table, *, intervals: bool = True) -> list[Line]:
+    """The lines of a table: of each row one for our numbers, and one for every other kind that any entry has."""
+    order = [OURS, *([INTERVAL] if intervals else []), RATIO, table.reference, *AUTHORS.values(), DIFFERENCE, REPEATS]
+    lines = []
     for label, entries in table.rows:
-        for place, (kind, show) in enumerate(kinds_of(entries, table.reference, intervals=intervals)):
-            shown = [show(entry, table.decimals) for entry in entries]
-            lines.append([label if place == 0 else "", kind, *shown])
+        said = [shown(entry, table.decimals, table.reference) for entry in entries]
+        for kind in (kind for kind in order if any(kind in one for one in said)):
+            cells = [one.get(kind, NOT_PLANNED) for one in said]
+            lines.append(Line(label if kind == OURS else "", kind, cells, entries))
     return lines
 
 
@@ -114,20 +90,26 @@ class Sheet:
     names: int = 2
 
 
-def sheet(table: Table, *, intervals: bool = True) -> Sheet:
+def sheet(table: Sheet | Table, *, intervals: bool = True) -> Sheet:
     """A table of numbers as text."""
+    if isinstance(table, Sheet):
+        return table
     notes = [f"Source: {table.source}."] if table.source else []
-    return Sheet(table.name, table.title, grid(table, intervals=intervals), [*notes, *table.notes])
+    found = lines_of(table, intervals=intervals)
+    names = 1 if all(line.kind == OURS for line in found) else 2  # numbers of one kind need no word for it
+    lines = [[*(line.label, line.kind)[:names], *line.cells] for line in found]
+    return Sheet(table.name, table.title, [[*[""] * names, *table.columns], *lines], [*notes, *table.notes], names)
 
 
 OWN = ["here", "effect", "control", "why", "all claims together"]
 VERDICT_HEAD = ["claim", "source", *OWN, "authors' runs", "their effect", "their why"]
 VERDICT_NOTES = [
-    "Effect: what the claim is about, averaged over datasets, with its 95 % interval over draws of demonstrations and "
-    "examples (of the authors' runs: over draws; their examples are not known). Control: the same of what means "
-    "nothing, a random update as long as the true one. Undecided says what would decide. Each claim is tested by "
-    "itself, with an error of at most 2.5 % on either side (docs/verdicts.md); all claims together: what is left by "
-    "Holm's correction."
+    "Effect: what the claim is about, where it is decided (on average over the datasets, or at the least clear of the "
+    "places that the claim needs), with the interval that decides: over draws of demonstrations and examples, 95 % or, "
+    "where some of several places are enough, more (of the authors' runs: over draws; their examples are not known). "
+    "Control: the same of what means nothing, a random update as long as the true one. Undecided says what would "
+    "decide. Each claim is tested by itself, with an error of at most 2.5 % on either side (docs/verdicts.md); all "
+    "claims together: what is left of it if no error at all is wanted among them (Holm's correction)."
 ]
 
 
@@ -135,39 +117,48 @@ def verdict_sheet(model: str, verdicts: Sequence[Verdict]) -> Sheet:
     """What became of every claim: on this run, and on the authors' own runs."""
     lines = [VERDICT_HEAD]
     for verdict, theirs in zip(verdicts, authors_verdicts(), strict=True):
-        own = [verdict.status, effect_text(verdict.average), effect_text(verdict.control), verdict.reason]
-        other = [theirs.status, effect_text(theirs.average), theirs.reason]
-        lines.append([verdict.claim["says"], verdict.claim["source"], *own, verdict.corrected, *other])
-    notes = [summary(model, verdicts), *VERDICT_NOTES]
-    return Sheet(f"verdicts_{model}", f"Do the papers' claims hold? {model}", lines, notes, names=len(VERDICT_HEAD))
+        own = [verdict.status, decided_by(verdict), effect_text(verdict.control), verdict.reason]
+        other = [theirs.status, decided_by(theirs), theirs.reason]
+        lines.append([verdict.claim.says, verdict.claim.source, *own, verdict.corrected, *other])
+    title = f"Do the papers' claims hold? {model}"
+    return Sheet(f"verdicts_{model}", title, lines, VERDICT_NOTES, names=len(VERDICT_HEAD))
 
 
-def effect_text(effect: Effect | None) -> str:
+def effect_text(effect: Effect | None, level: float = LEVEL) -> str:
     """An effect with its interval, if it has one."""
     if effect is None:
         return NOT_PLANNED
-    low, high = effect.interval()
+    low, high = effect.interval(level)
     return f"{effect.value:+.3f}" + ("" if effect.problem else f" [{low:+.3f}, {high:+.3f}]")
+
+
+def decided_by(verdict: Verdict) -> str:
+    """The effect that decides a claim, with the interval that does, and where it is."""
+    if verdict.judged is None:
+        return NOT_PLANNED
+    place = verdict.judged.place
+    return f"{effect_text(verdict.judged, verdict.judged_at)} {'in' if place.startswith('layer ') else 'on'} {place}"
 
 
 def plain(table: Sheet | Table) -> str:
     """The table for a terminal; of numbers without intervals."""
-    shown = sheet(table, intervals=False) if isinstance(table, Table) else table
+    shown = sheet(table, intervals=False)
     notes = table.notes if isinstance(table, Table) else []
     return "\n".join([shown.title, text_table(shown.lines, names=shown.names), *notes])
 
 
-def plain_verdicts(model: str, verdicts: Sequence[Verdict]) -> str:
-    """The verdicts for a terminal: one line each."""
-    lines = [["claim", "here", "effect", "authors' runs"]]
+def plain_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts for a terminal: one line for every claim that could be asked."""
+    lines = [["claim", "here", "effect where it is decided", "authors' runs"]]
     for verdict, theirs in zip(verdicts, authors_verdicts(), strict=True):
-        lines.append([verdict.claim["name"], verdict.status, effect_text(verdict.average), theirs.status])
-    return "\n".join([f"Do the papers' claims hold? {summary(model, verdicts)}", text_table(lines, names=4)])
+        if verdict.status != NO_DATA:
+            lines.append([verdict.claim.name, verdict.status, decided_by(verdict), theirs.status])
+    return text_table(lines, names=4) if len(lines) > 1 else ""
 
 
 def markdown(table: Sheet | Table) -> str:
     """The table in Markdown."""
-    shown = sheet(table) if isinstance(table, Table) else table
+    shown = sheet(table)
     head, *body = shown.lines
     lines = ["| " + " | ".join(map(marked, head)) + " |"]
     lines += ["|" + "---|" * shown.names + "---:|" * (len(head) - shown.names)]
@@ -184,7 +175,7 @@ def marked(text: str) -> str:
 
 def latex(table: Sheet | Table) -> str:
     """The table in LaTeX (booktabs)."""
-    shown = sheet(table) if isinstance(table, Table) else table
+    shown = sheet(table)
     head, *body = shown.lines
     columns = "l" * shown.names + "r" * (len(head) - shown.names)
     lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
@@ -213,13 +204,13 @@ def comma_separated(tables: Sequence[Table]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
     names += ["length_ratio"]
-    authors = [f"authors_{precision}" for precision in PRECISIONS]
+    authors = [f"authors_{precision}" for precision in AUTHORS]
     writer.writerow(["table", "row", "column", *names, *authors, "reference", "cells"])
     for table in tables:
         for label, entries in table.rows:
             for column, entry in zip(table.columns, entries, strict=True):
                 values = [_blank(getattr(entry, name)) for name in names]
-                values += [_blank(entry.authors.get(precision, (None,))[0]) for precision in PRECISIONS]
+                values += [_blank(entry.authors.get(precision, (None,))[0]) for precision in AUTHORS]
                 words = (table.name, label, column, table.reference, " ".join(map(str, entry.keys)))
                 name, label_text, column_text, reference, keys = map(spreadsheet_safe, words)
                 writer.writerow([name, label_text, column_text, *values, reference, keys])
