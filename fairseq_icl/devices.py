@@ -38,6 +38,12 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
     return device
 
 
+def present_device(name: str) -> str:
+    """The device of that name, or the CPU where there is no such GPU: what was observed there may be read anywhere."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return name if torch.device(name).type == "cuda" and (torch.device(name).index or 0) < count else "cpu"
+
+
 def describe_device(device: torch.device | str) -> dict[str, object]:
     """What results say of it: its kind and name, and on a GPU whether products were rounded to TF32."""
     if torch.device(device).type != "cuda":

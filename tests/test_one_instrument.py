@@ -35,7 +35,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("replicate") / "run"
     wanted = ["dataset=demo_sentiment", f"method={','.join(METHODS)}", "init=pretrained", "seed=1", f"limit={LIMIT}"]
     numbers = [f"num_demonstrations={K}", f"lr={RATE}", f"out={out}"]
-    succeeded(run("fairseq-icl", "replicate", "experiment=demo", *wanted, *numbers, "--quiet"))
+    succeeded(run("fairseq-icl", "replicate", "experiment=demo", *wanted, *numbers, "device=cpu", "--quiet"))
     cells = {json.loads(path.read_text())["cell"]["method"]: path.parent for path in out.glob("cells/*/cell.json")}
     assert set(cells) == set(METHODS)
     return cells
@@ -44,7 +44,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def notebook() -> dict[str, tuple[pd.DataFrame, fi.Model]]:
     """Method -> (table, fine-tuned model), by the Python functions."""
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     prompts = fi.build_prompts(model, "demo_sentiment", k=K, seed=1, limit=LIMIT)
     # fairseq-validate measures batches, `compare` parts in the order of the file: there are to be several of both.
     assert len(plan_batches(prompts.queries)) > 1
@@ -124,7 +124,7 @@ def test_switched_labels_of_another_length_leave_out_attention_to_training_token
     (tmp_path / "toy.yaml").write_text(
         "version: 1\nsource: s\nfields: [text]\ntemplate: '{text} is'\nlabel_words: [marble, velvet copper]\n"
     )
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     prompts = fi.build_prompts(
         model, str(tmp_path / "toy.yaml"), data=tmp_path / "data", k=4, limit=4, switch_labels="finetuning"
     )
@@ -136,7 +136,7 @@ def test_switched_labels_of_another_length_leave_out_attention_to_training_token
 
 
 def test_the_base_model_is_untouched_by_fine_tuning_also_if_it_fails():
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     before = {name: weight.clone() for name, weight in model.lm.named_parameters()}
     prompts = fi.build_prompts(model, "demo_sentiment", k=3, limit=4)
     zsl = fi.observe(model, prompts)
@@ -159,14 +159,14 @@ def test_the_base_model_is_untouched_by_fine_tuning_also_if_it_fails():
     ],
 )
 def test_mistakes_in_a_notebook_are_explained(settings, message):
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     prompts = fi.build_prompts(model, "demo_sentiment", k=2, limit=2)
     with pytest.raises(fi.UserError, match=message), fi.fine_tuned(model, prompts, **settings):
         pass
 
 
 def test_observations_in_a_file_give_the_same_table(notebook, tmp_path):
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     prompts = fi.build_prompts(model, "demo_sentiment", k=4, limit=6)
     seen = {"zsl": fi.observe(model, prompts), "icl": fi.observe(model, prompts, in_context=True)}
     save_observations(tmp_path / "seen.safetensors", seen)

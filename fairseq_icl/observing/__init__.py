@@ -325,7 +325,8 @@ def _on_stem(
     read = torch.cat([recorded, rows]).unique()
     # Once for all layers: an index on the host would be copied, and waited for, wherever it is used.
     device = next(decoder.parameters()).device
-    rows, recorded, changed, past, read = (index.to(device) for index in (rows, recorded, changed, past, read))
+    rows, recorded, past, read = (index.to(device) for index in (rows, recorded, past, read))
+    changed = changed if edit is None else changed.to(device)
 
     def at(rows: Tensor) -> tuple[Tensor, Tensor]:  # in the pass every token is a sequence of its own
         return rows, torch.zeros_like(rows)

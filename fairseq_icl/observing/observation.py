@@ -119,9 +119,7 @@ class Observation:
         return replace(self, **some, activations=None, stores=())
 
     def on(self, device: torch.device | str) -> "Observation":
-        """The same with its tensors on a device; itself on the CPU."""
-        if torch.device(device).type == "cpu":
-            return self
+        """The same with its tensors on a device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
         return replace(self, **moved, stores=())
 

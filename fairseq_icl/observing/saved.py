@@ -27,7 +27,7 @@ FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.float16: "F16"}
 """What safetensors calls the types that are written, in the order of the file: so all are aligned."""
-FACTS = ("method", "init", "precision", "skipped_updates")
+FACTS = ("method", "init", "precision", "device", "skipped_updates")
 """What is known of a condition as a whole."""
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fairseq_icl.devices import within_memory
+from fairseq_icl.devices import present_device, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
 from fairseq_icl.metrics import (
@@ -102,10 +102,6 @@ def compare(
     give_back_memory()
     collector.skipped_updates = getattr(ft, "skipped_updates", 0)
     method = "none" if ft is None else ft.method
-    if ft is not None and torch.equal(ft.prediction, zsl.prediction):
-        logger.warning(
-            "%s changed no prediction: Rec2FTP and the like are undefined; a higher lr may change some", method
-        )
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 
 
@@ -247,7 +243,7 @@ class Collector:
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
         Metrics are computed where the last of them was observed: on a GPU too.
         """
-        device = str(getattr(zsl if ft is None else ft, "device", "cpu"))
+        device = present_device(getattr(zsl if ft is None else ft, "device", "cpu"))
         example = torch.as_tensor(example, dtype=torch.long)
         if device != "cpu":
             zsl, icl, example = zsl.on(device), icl.on(device), example.to(device)

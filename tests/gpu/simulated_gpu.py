@@ -15,6 +15,7 @@ It rests on private parts of torch 2.13. It cannot see rounding, asynchrony, ker
 import ctypes
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,12 +38,10 @@ def _load_guard() -> ctypes.CDLL:
     made_of = source.read_text() + str(torch_folder) + (torch_folder / "version.py").read_text()
     library = Path(tempfile.gettempdir()) / f"simulated_gpu_{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            new = Path(folder) / library.name
-            flags = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(source)]
-            linked = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
-            subprocess.run(["g++", *flags, "-o", str(new), *linked], check=True)
-            new.rename(library)
+        new = library.with_suffix(f".{os.getpid()}")  # whole, or not there
+        flags = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(source), "-o", str(new)]
+        subprocess.run(["g++", *flags, f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"], check=True)
+        new.rename(library)
     ctypes.CDLL(str(torch_folder / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library))
 
@@ -61,10 +60,6 @@ HALF = (torch.float16, torch.bfloat16)
 MEMORY = 24 * 2**30
 
 
-class DeviceMismatch(RuntimeError):
-    """What CUDA raises where tensors of two devices meet."""
-
-
 class Machine:
     """The simulated devices: how many there are, and what happened on them."""
 
@@ -74,7 +69,7 @@ class Machine:
         self.crossings: Counter[tuple[str, str]] = Counter()  # (kind, line of code) -> how often
         self.bytes: Counter[str] = Counter()
         self.kernels = self.memory = self.peak = self.current = 0
-        self._storages: dict[int, tuple[int, int]] = {}  # address -> (tensors on it, bytes)
+        self._storages: Counter[int] = Counter()  # address -> tensors on it
         self._lock = threading.RLock()
 
     def reset(self, devices: int = 1, total: int = MEMORY) -> None:
@@ -91,24 +86,16 @@ class Machine:
             self.crossings[kind, f"{path.rpartition('/fairseq_icl/')[2]}:{line}"] += 1
             self.bytes[kind] += size
 
-    def took(self, inner: Tensor) -> None:
-        """One more tensor on a storage; CUDA's error where there is no more memory."""
-        storage = inner.untyped_storage()
+    def count(self, inner: Tensor, change: int) -> None:
+        """One more tensor on a storage, or one fewer; CUDA's error where there is no more memory."""
+        place, size = inner.untyped_storage().data_ptr(), inner.untyped_storage().nbytes()
         with self._lock:
-            count, size = self._storages.get(storage.data_ptr(), (0, storage.nbytes()))
-            if count == 0 and self.memory + size > self.total:
+            before, after = self._storages[place], max(0, self._storages[place] + change)
+            if after > before == 0 and self.memory + size > self.total:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB.")
-            self.memory += 0 if count else size
+            self._storages[place] = after
+            self.memory += size * (bool(after) - bool(before))
             self.peak = max(self.peak, self.memory)
-            self._storages[storage.data_ptr()] = count + 1, size
-
-    def gave_back(self, inner: Tensor) -> None:
-        """One tensor fewer."""
-        with self._lock:
-            count, size = self._storages.pop(inner.untyped_storage().data_ptr(), (0, 0))
-            if count > 1:
-                self._storages[inner.untyped_storage().data_ptr()] = count - 1, size
-            self.memory -= size if count == 1 else 0
 
 
 GPU = Machine()
@@ -122,19 +109,15 @@ class Simulated(Tensor):
 
     @staticmethod
     def __new__(cls: Any, inner: Tensor, device: torch.device) -> "Simulated":
-        GPU.took(inner)
-        place = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        of_kind = {"dtype": inner.dtype, "layout": inner.layout, "device": device}
-        made = Tensor._make_wrapper_subclass(cls, inner.size(), **place, **of_kind)
+        GPU.count(inner, 1)
+        facts = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        made = Tensor._make_wrapper_subclass(cls, inner.size(), layout=inner.layout, device=device, **facts)
         made.inner = inner
         return made
 
     def __del__(self) -> None:
         if "inner" in self.__dict__ and GPU is not None:
-            GPU.gave_back(self.inner)
-
-    def __repr__(self, **_: Any) -> str:
-        return f"Simulated({self.inner!r}, device={self.device})"
+            GPU.count(self.inner, -1)
 
     def tolist(self) -> Any:  # torch refuses it for subclasses
         GPU.crossed("D2H tolist", self.inner.nbytes)
@@ -160,8 +143,8 @@ class Simulated(Tensor):
     def data(self, value: Any) -> None:
         same = isinstance(value, Simulated) and (value.device, value.dtype) == (self.device, self.dtype)
         if same and value.shape == self.shape:
-            GPU.took(value.inner)
-            GPU.gave_back(self.inner)
+            GPU.count(value.inner, 1)
+            GPU.count(self.inner, -1)
             self.inner = value.inner
         else:
             _become(self, value)
@@ -187,12 +170,12 @@ WAITS |= {aten._unique2.default, aten.unique_consecutive.default, aten.is_nonzer
 
 
 def _check(func: Any, args: Any, kwargs: Any) -> torch.device:
-    """The device of the result; DeviceMismatch where CUDA would raise."""
+    """The device of the result; a RuntimeError where CUDA raises it."""
     name = func.name()
     if func in INDEXING:
         for index in (index for index in args[1] if index is not None):
             if index.device not in (CPU, args[0].device):
-                raise DeviceMismatch(f"{name}: an index on {index.device} into a tensor on {args[0].device}")
+                raise RuntimeError(f"{name}: an index on {index.device} into a tensor on {args[0].device}")
             if index.device != args[0].device:
                 GPU.crossed("H2D index", index.nbytes)
             elif index.dtype == torch.bool:
@@ -210,7 +193,7 @@ def _check(func: Any, args: Any, kwargs: Any) -> torch.device:
     devices = {x.device for x in meeting}
     if len(devices) > 1:
         shown = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
-        raise DeviceMismatch(f"{name}: Expected all tensors to be on the same device, but found {shown}")
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {shown}")
     device = devices.pop() if devices else CPU
     if device.type == "cuda" and ("for_cpu" in name or "mkldnn" in name):
         raise NotImplementedError(f"Could not run {name!r} with arguments from the 'CUDA' backend")

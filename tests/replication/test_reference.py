@@ -11,8 +11,8 @@ import pytest
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.artefacts import CellFolder
 from fairseq_icl.replication.report import Contents, write_report
-from fairseq_icl.replication.report.experiments import trajectory_tables
-from fairseq_icl.replication.report.figures import clipping, gradient_norms, over_tasks, similarities
+from fairseq_icl.replication.report.experiments import clipping, trajectory_tables
+from fairseq_icl.replication.report.figures import gradient_norms, over_tasks, similarities
 from fairseq_icl.replication.report.html import MOST_BYTES, page_examples
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import (

@@ -15,8 +15,8 @@ from fairseq_icl.commands.report import main
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.artefacts import CellFolder
 from fairseq_icl.replication.folders import ResultsFolder
-from fairseq_icl.replication.report import Contents, write_report
-from fairseq_icl.replication.report.figures import switched_labels
+from fairseq_icl.replication.report import Contents, html, write_report
+from fairseq_icl.replication.report.experiments import switched_labels
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run, load_run
@@ -276,6 +276,16 @@ def test_the_overview_has_every_method_and_the_metrics_of_the_user(complete):
     printed = contents.plain()
     assert printed.index("On 125m, of the papers'") < printed.index(table.title) < printed.index("authors' runs")
     assert "no data" not in printed.split("authors' runs")[0]
+
+
+def test_updates_that_were_skipped_are_named(complete):
+    row = complete.values.iloc[:1].assign(metric="skipped_updates", layer=None, value=3.0)
+    run = replace(complete, values=pd.concat([complete.values, row], ignore_index=True))
+    assert complete.warnings == []
+    (warning,) = run.warnings
+    assert warning.startswith("Updates of fine-tuning were skipped in 1 cells")
+    assert "(sst2, gd, seed 1: 3)" in warning
+    assert warning in html.page(Contents.of(run), []).replace("&#39;", "'")
 
 
 def test_tables_have_no_columns_for_datasets_that_are_not_in_the_run(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from tests.training.small_models import SAMPLE, TOKENS, small_model
 @pytest.mark.parametrize("step_per", ["demonstration", "token"])
 @pytest.mark.parametrize("method", ["gd", "lcgd", "lcgd_sequential", "linearized", "short_circuit"])
 def test_recorded_queries_are_those_of_a_pass_before_every_step(method: str, step_per: str):
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     prompts = fi.build_prompts(model, "demo_sentiment", k=3, limit=1)
     sequences = [torch.tensor([sequence.tokens]) for sequence in prompts.finetuning]
     expected = [observe_training_queries(model.lm, sequences[0])[:, 0]]

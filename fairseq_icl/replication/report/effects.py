@@ -24,7 +24,7 @@ import pandas as pd
 from scipy.special import nctdtr, stdtrit  # light, unlike scipy.stats
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, at_equal_length, sweeps
+from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, SWEPT, at_equal_length, sweeps
 from fairseq_icl.replication.report.published import Term, authors_runs, inits_of, zero_shot_errors
 from fairseq_icl.replication.report.run import Run
 
@@ -208,9 +208,10 @@ class RunEvidence:
     def __init__(self, run: Run, model: str, metrics: Sequence[str]) -> None:
         cells = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "") & run.planned["finished"]]
         self.cells = cells.drop_duplicates(["init", "dataset", "method", "seed", "permutation"])
-        self.displaced = at_equal_length(sweeps(run, model))
-        named = pd.concat([self.cells["dataset"], self.displaced["dataset"]])
-        self.datasets: Sequence[str] = list(named.drop_duplicates())
+        swept = bool(SWEPT & run.content["differing"])
+        self.displaced = at_equal_length(sweeps(run, model)) if swept else None
+        named = [*self.cells["dataset"], *([] if self.displaced is None else self.displaced["dataset"])]
+        self.datasets: Sequence[str] = list(dict.fromkeys(named))
         self.groups: dict[tuple[str, str, str], dict[Seed, str]] = {}
         for cell in self.cells.itertuples():
             group = self.groups.setdefault((cell.dataset, cell.method, cell.init), {})
@@ -222,7 +223,7 @@ class RunEvidence:
     def sample(self, term: Term, dataset: str) -> Sample | None:
         """As `Evidence` says."""
         if term.metric.endswith(AT_EQUAL_LENGTH):
-            return self._displaced(term, dataset)
+            return None if self.displaced is None else self._displaced(self.displaced, term, dataset)
         for init in inits_of(term.init):
             place = (dataset, term.method, init)
             if place in self.groups:
@@ -231,10 +232,10 @@ class RunEvidence:
                 return _joined({seed: values for seed, values in seeds.items() if values is not None})
         return None
 
-    def _displaced(self, term: Term, dataset: str) -> Sample | None:
+    def _displaced(self, cells: pd.DataFrame, term: Term, dataset: str) -> Sample | None:
         """A similarity where fine-tuning moves the model as far as ICL does, of the seeds that get there."""
         place = (dataset, "pretrained", term.method)
-        cells = self.displaced[(self.displaced[["dataset", "init", "method"]] == place).all(axis=1)]
+        cells = cells[(cells[["dataset", "init", "method"]] == place).all(axis=1)]
         cells = cells[cells["by"] == cells["by"].max()]  # where rates and equal steps were swept, the rates
         name = term.metric.removesuffix(AT_EQUAL_LENGTH)
         known = cells.dropna(subset=[name])[["seed", "permutation", name]].to_numpy(float)

@@ -1,34 +1,28 @@
-"""Tables and figures of single experiments: short circuits, dynamics, orders, numerical stability, the logged steps."""
+"""Tables and figures of single experiments: short circuits, dynamics, orders, stability, logged steps, sweeps."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.charts import Chart, by_dataset, labelled
-from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_trajectory
+from fairseq_icl.replication.report.charts import Chart, Series, by_dataset, curves, labelled
+from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_runs, authors_trajectory
 from fairseq_icl.replication.report.run import IDENTITY, Run, needs, plain
 from fairseq_icl.replication.report.tables import METRICS, Entry, Table
 
 PERCENT = 100.0
 BY_DEPTH = {"accuracy_by_depth_zsl": "ZSL", "accuracy_by_depth_icl": "ICL", "accuracy_by_depth_ft": "FT"}
+SWITCHED = {
+    "demonstrations": "the prompt's demonstrations",
+    "finetuning": "the demonstrations of fine-tuning",
+    "both": "the demonstrations of both",
+}
+SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
 DEPTH_AXES = ("cut after layer", "accuracy (percent)")
-
-
-@needs(metrics=BY_DEPTH)
-def accuracy_by_depth(run: Run, model: str) -> Iterator[Chart]:
-    """Accuracy against the layer after which the model is cut: a figure for every init, a panel for every dataset."""
-    chosen = labelled(plain(run.layers, model), BY_DEPTH, "layer")
-    for init, group in chosen.groupby("init", sort=False):
-        caption = (
-            f"{model}, {init}. The residual stream after each layer is read through the final norm and the output "
-            "embedding; the last layer is the model itself. Error bars: standard deviation over seeds. Layers from 0."
-        )
-        panels, title = by_dataset(group, "layer", PERCENT), f"Accuracy by depth ({init})"
-        yield Chart(f"accuracy_by_depth_{model}_{init}", title, caption, panels, *DEPTH_AXES)
 
 
 @needs(differing=["layers"])
@@ -240,3 +234,77 @@ def _why_not_logged(run: Run, cell: dict[str, Any]) -> str:
         return f"it was run with another {', '.join(different) or 'variant'}"
     logged, steps = len(authors_trajectory()), len(run.steps[cell["key"]])
     return "" if steps == logged else f"it has {logged} steps, and this has {steps}"
+
+
+@needs(differing=["clip_norm"])
+def clipping(run: Run, model: str) -> Iterator[Chart]:
+    """Similarities against the norm that gradients are clipped to, beside the drafts' sweep."""
+    points = run.against("clip_norm")
+    points = points[points["model"] == model]
+    points = points[points.groupby(["dataset", "init", "method"])["clip_norm"].transform("nunique") > 1]
+    theirs = authors_runs()
+    theirs = theirs[theirs["layer"].isna() & (theirs["precision"] == "fp16")]
+    norms = sorted({*points["clip_norm"], *theirs.loc[theirs["method"] == "lcgd", "clip_norm"]} - {0.0})
+    places = {norm: place for place, norm in enumerate([*norms, 0.0])}
+    points = points.assign(place=points["clip_norm"].map(places))
+    for metric in ("sim_aou_norm", "sim_am_after"):
+        panels = []
+        for panel in by_dataset(points[points["metric"] == metric], "place"):
+            series: list[Series] = []
+            for line in panel.series:
+                said = theirs[(theirs["dataset"] == panel.title) & (theirs["metric"] == metric)]
+                said = said[(said["method"] == line.tags["method"]) & (said["init"] == line.tags["init"])]
+                means = said.groupby("clip_norm")["value"].mean()
+                values = ([places[norm] for norm in means.index], list(means))
+                beside = Series(f"authors' runs: {line.label}", *values, None, line.tags, True, line.label)
+                series += [line, beside] if len(said) else [line]
+            panels.append(replace(panel, series=series))
+        if panels:
+            name, unit, _ = shown_as(metric)
+            yield Chart(
+                f"clipping_{metric}_{model}",
+                f"{name} against the norm that gradients are clipped to",
+                f"{model}. l2 norm of all layers' gradients together; none: not clipped. Thin lines: the authors' runs "
+                f"({AUTHORS_MODEL}, fp16, one seed).",
+                panels,
+                "clipping norm",
+                f"{name} ({unit})",
+                ticks=[*(f"{norm:g}" for norm in norms), "none"],
+            )
+
+
+@needs(differing=["num_demonstrations"])
+def accuracy_by_k(run: Run, model: str) -> Iterator[Chart]:
+    """Accuracy of ICL and ZSL against the number of demonstrations."""
+    metrics = {"accuracy_icl": "ICL", "accuracy_zsl": "ZSL"}
+    names = ("accuracy_by_k", "Accuracy against the number of demonstrations")
+    axis = ("number of demonstrations k", "accuracy (percent)", 100.0)
+    yield from curves(run.against("num_demonstrations"), model, "num_demonstrations", metrics, names, axis, "symlog")
+
+
+@needs(differing=["lr"])
+def learning_rates(run: Run, model: str) -> Iterator[Chart]:
+    """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
+    points = run.against("lr")
+    for metric in ("accuracy_ft", *SIMILARITIES):
+        name, unit, scale = shown_as(metric)
+        names = (f"learning_rate_{metric}", f"{name} against the learning rate")
+        yield from curves(
+            points, model, "lr", {metric: name}, names, ("learning rate", f"{name} ({unit})", scale), "log"
+        )
+
+
+@needs(differing=["switch_labels", "switch_fraction"])
+def switched_labels(run: Run, model: str) -> Iterator[Chart]:
+    """Accuracies and the similarities against the share of false labels, a figure each for where the labels are."""
+    points = run.against("switch_labels", "switch_fraction")
+    none = points[points["switch_labels"] == "none"].assign(switch_fraction=0.0)
+    for where, words in SWITCHED.items():
+        chosen = pd.concat([none, points[points["switch_labels"] == where]])
+        for metrics in (("accuracy_icl", "accuracy_ft"), *((metric,) for metric in SIMILARITIES)):
+            name, unit, scale = shown_as(metrics[-1])
+            title = "Accuracy" if len(metrics) > 1 else name
+            names = (f"switched_{where}_{metrics[-1]}", f"{title} against the share of false labels in {words}")
+            axis = ("share of false labels", f"{title} ({unit})", scale)
+            shown = {metric: shown_as(metric)[0] for metric in metrics}
+            yield from curves(chosen, model, "switch_fraction", shown, names, axis)

@@ -8,21 +8,16 @@ import pandas as pd
 
 from fairseq_icl.metrics import shown_as
 from fairseq_icl.replication.report import experiments, steps
-from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, curves, lines
+from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, labelled, lines
 from fairseq_icl.replication.report.displacement import displacement_figures
+from fairseq_icl.replication.report.experiments import BY_DEPTH, DEPTH_AXES, PERCENT, SIMILARITIES
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_gradients, authors_runs
 from fairseq_icl.replication.report.rates import rate_figures
 from fairseq_icl.replication.report.run import Run, needs, plain, with_data
 from fairseq_icl.results import LENGTH_RATIO
 
-SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
 LINEAR = ("gd",)
 """Methods whose gradients the second paper shows on a linear scale; layer-causal ones are on a logarithmic one."""
-SWITCHED = {
-    "demonstrations": "the prompt's demonstrations",
-    "finetuning": "the demonstrations of fine-tuning",
-    "both": "the demonstrations of both",
-}
 BANDS = (
     f" Bands: the authors' own runs ({AUTHORS_MODEL}, 24 layers, fp16), mean ± standard deviation over runs; for a "
     "model of another depth they are stretched over its layers."
@@ -55,7 +50,8 @@ def over_tasks(run: Run, model: str) -> Iterator[Chart]:
             "deviation over datasets and seeds. Layers from 0."
         )
         title = "Similarity to ICL by layer, over all datasets"
-        yield _about_bands(Chart(f"over_tasks_{model}", title, caption, panels, "layer", "cosine", zero=True))
+        caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
+        yield Chart(f"over_tasks_{model}", title, caption, panels, "layer", "cosine", zero=True)
 
 
 @needs(metrics=SIMILARITIES)
@@ -90,8 +86,8 @@ def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Itera
     if panels:
         caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
         shown, unit, _ = shown_as(metric)
-        chart = Chart(f"{name}_{model}", title, caption, panels, "layer", f"{shown} ({unit})", zero=True)
-        yield _about_bands(chart)
+        caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
+        yield Chart(f"{name}_{model}", title, caption, panels, "layer", f"{shown} ({unit})", zero=True)
 
 
 def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> list[Series]:
@@ -113,11 +109,6 @@ def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> l
             values = (list(stretched), list(line["mean"]), list(line["sd"]))
             bands.append(Series(f"authors' runs: {label}", *values, tags, True, label))
     return [*series, *bands]
-
-
-def _about_bands(chart: Chart) -> Chart:
-    has_bands = any(series.reference for panel in chart.panels for series in panel.series)
-    return replace(chart, caption=chart.caption + BANDS) if has_bands else chart
 
 
 PARTS = {"both": "changed_both_{}", "ICL only": "changed_only_icl_{}", "FT only": "changed_only_ft_{}"}
@@ -188,78 +179,39 @@ def _heat_maps(
         yield Chart(f"{name}_{model}_{init}_{method}", *titles, panels, *axes, colour="gradient's l2 norm")
 
 
-@needs(differing=["clip_norm"])
-def clipping(run: Run, model: str) -> Iterator[Chart]:
-    """Similarities against the norm that gradients are clipped to, beside the drafts' sweep."""
-    points = run.against("clip_norm")
-    points = points[points["model"] == model]
-    points = points[points.groupby(["dataset", "init", "method"])["clip_norm"].transform("nunique") > 1]
-    theirs = authors_runs()
-    theirs = theirs[theirs["layer"].isna() & (theirs["precision"] == "fp16")]
-    norms = sorted({*points["clip_norm"], *theirs.loc[theirs["method"] == "lcgd", "clip_norm"]} - {0.0})
-    places = {norm: place for place, norm in enumerate([*norms, 0.0])}
-    points = points.assign(place=points["clip_norm"].map(places))
-    for metric in ("sim_aou_norm", "sim_am_after"):
-        panels = []
-        for panel in by_dataset(points[points["metric"] == metric], "place"):
-            series: list[Series] = []
-            for line in panel.series:
-                said = theirs[(theirs["dataset"] == panel.title) & (theirs["metric"] == metric)]
-                said = said[(said["method"] == line.tags["method"]) & (said["init"] == line.tags["init"])]
-                means = said.groupby("clip_norm")["value"].mean()
-                values = ([places[norm] for norm in means.index], list(means))
-                beside = Series(f"authors' runs: {line.label}", *values, None, line.tags, True, line.label)
-                series += [line, beside] if len(said) else [line]
-            panels.append(replace(panel, series=series))
-        if panels:
-            name, unit, _ = shown_as(metric)
-            yield Chart(
-                f"clipping_{metric}_{model}",
-                f"{name} against the norm that gradients are clipped to",
-                f"{model}. l2 norm of all layers' gradients together; none: not clipped. Thin lines: the authors' runs "
-                f"({AUTHORS_MODEL}, fp16, one seed).",
-                panels,
-                "clipping norm",
-                f"{name} ({unit})",
-                ticks=[*(f"{norm:g}" for norm in norms), "none"],
-            )
-
-
-@needs(differing=["num_demonstrations"])
-def accuracy_by_k(run: Run, model: str) -> Iterator[Chart]:
-    """Accuracy of ICL and ZSL against the number of demonstrations."""
-    metrics = {"accuracy_icl": "ICL", "accuracy_zsl": "ZSL"}
-    names = ("accuracy_by_k", "Accuracy against the number of demonstrations")
-    axis = ("number of demonstrations k", "accuracy (percent)", 100.0)
-    yield from curves(run.against("num_demonstrations"), model, "num_demonstrations", metrics, names, axis, "symlog")
-
-
-@needs(differing=["lr"])
-def learning_rates(run: Run, model: str) -> Iterator[Chart]:
-    """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
-    points = run.against("lr")
-    for metric in ("accuracy_ft", *SIMILARITIES):
-        name, unit, scale = shown_as(metric)
-        names = (f"learning_rate_{metric}", f"{name} against the learning rate")
-        yield from curves(
-            points, model, "lr", {metric: name}, names, ("learning rate", f"{name} ({unit})", scale), "log"
+@needs(metrics=BY_DEPTH)
+def accuracy_by_depth(run: Run, model: str) -> Iterator[Chart]:
+    """Accuracy against the layer after which the model is cut: a figure for every init, a panel for every dataset."""
+    chosen = labelled(plain(run.layers, model), BY_DEPTH, "layer")
+    for init, group in chosen.groupby("init", sort=False):
+        caption = (
+            f"{model}, {init}. The residual stream after each layer is read through the final norm and the output "
+            "embedding; the last layer is the model itself. Error bars: standard deviation over seeds. Layers from 0."
         )
+        panels, title = by_dataset(group, "layer", PERCENT), f"Accuracy by depth ({init})"
+        yield Chart(f"accuracy_by_depth_{model}_{init}", title, caption, panels, *DEPTH_AXES)
 
 
-@needs(differing=["switch_labels", "switch_fraction"])
-def switched_labels(run: Run, model: str) -> Iterator[Chart]:
-    """Accuracies and the similarities against the share of false labels, a figure each for where the labels are."""
-    points = run.against("switch_labels", "switch_fraction")
-    none = points[points["switch_labels"] == "none"].assign(switch_fraction=0.0)
-    for where, words in SWITCHED.items():
-        chosen = pd.concat([none, points[points["switch_labels"] == where]])
-        for metrics in (("accuracy_icl", "accuracy_ft"), *((metric,) for metric in SIMILARITIES)):
-            name, unit, scale = shown_as(metrics[-1])
-            title = "Accuracy" if len(metrics) > 1 else name
-            names = (f"switched_{where}_{metrics[-1]}", f"{title} against the share of false labels in {words}")
-            axis = ("share of false labels", f"{title} ({unit})", scale)
-            shown = {metric: shown_as(metric)[0] for metric in metrics}
-            yield from curves(chosen, model, "switch_fraction", shown, names, axis)
+@needs(kept=["step_sizes"])
+def step_sizes(run: Run, model: str) -> Iterator[Chart]:
+    """The relative size of the plain run's steps by layer: a panel for every dataset, a line an init and method."""
+    known = plain(run.planned[run.planned["key"].isin(run.step_sizes)], model)
+    rows = [
+        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer, "size": np.log10(size)}
+        for cell in known.itertuples()
+        for layer, size in enumerate(run.step_sizes[str(cell.key)].mean(axis=0))
+        if size > 0
+    ]
+    if not rows:
+        return
+    groups = pd.DataFrame(rows).groupby(["dataset", "init", "method", "layer"], sort=False)["size"]
+    panels = by_dataset(groups.agg(mean="mean", sd="std").reset_index(), "layer")
+    caption = (
+        f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
+        "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 0."
+    )
+    title = "How far a step moves the weights, by layer"
+    yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
 
 
 RATIO = f"{LENGTH_RATIO}sim_aou"
@@ -337,20 +289,20 @@ FIGURES = (
     over_tasks,
     similarities,
     alpha,
-    experiments.accuracy_by_depth,
+    accuracy_by_depth,
     experiments.short_circuits,
     experiments.dynamics,
     experiments.accuracy_by_order,
-    steps.step_sizes,
+    step_sizes,
     steps.step_figures,
     partition,
     gradient_norms,
-    clipping,
-    accuracy_by_k,
+    experiments.clipping,
+    experiments.accuracy_by_k,
     rate_figures,
     displacement_figures,
-    learning_rates,
-    switched_labels,
+    experiments.learning_rates,
+    experiments.switched_labels,
     against_length,
     random_updates,
 )

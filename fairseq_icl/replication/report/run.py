@@ -25,6 +25,8 @@ AVERAGED = ("seed", "permutation", "init")
 """Settings that are told apart elsewhere, or averaged over."""
 BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
 """What a run has by the keys of cells (or the names of models)."""
+MOST_NAMED = 5
+"""Cells that a warning names."""
 Part = TypeVar("Part", bound=Callable[..., Any])
 
 
@@ -112,6 +114,14 @@ class Run:
             if len(found) > 1:
                 told = ", ".join(sorted(found))
                 warnings.append(f"The cells of this folder were computed with several versions of {name} ({told}).")
+        skipped = self.values[(self.values["metric"] == "skipped_updates") & (self.values["value"] > 0)]
+        if len(skipped):
+            worst = skipped.drop_duplicates("key").sort_values("value", ascending=False).head(MOST_NAMED)
+            named = [f"{row.dataset}, {row.method}, seed {row.seed}: {row.value:g}" for row in worst.itertuples()]
+            warnings.append(
+                f"Updates of fine-tuning were skipped in {skipped['key'].nunique()} cells, whose demonstrations were "
+                f"not all learnt from ({'; '.join(named)})."
+            )
         cells = [(said["cell"], said.get("lr_made_for")) for said in self.configurations.values()]
         rates = [(cell["dataset"], cell["model"], lender) for cell, lender in cells if lender]
         warnings += [borrowed_rate(*of) for of in dict.fromkeys(rates) if of[1] != of[2]]

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.charts import Chart, by_dataset, curves
-from fairseq_icl.replication.report.run import Run, needs, plain
+from fairseq_icl.replication.report.charts import Chart, curves
+from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import LENGTHS, Entry, Table
 from fairseq_icl.results import LENGTH_RATIO
 
@@ -112,25 +112,3 @@ def step_figures(run: Run, model: str) -> Iterator[Chart]:
         names = (f"steps_{metric}", f"{name} at steps of equal relative size")
         axis = ("relative size of every layer's step, |dW| / |W|", f"{name} (cosine)", 1.0)
         yield from curves(points, model, SIZE, {metric: name}, names, axis, "log")
-
-
-@needs(kept=["step_sizes"])
-def step_sizes(run: Run, model: str) -> Iterator[Chart]:
-    """The relative size of the plain run's steps by layer: a panel for every dataset, a line an init and method."""
-    known = plain(run.planned[run.planned["key"].isin(run.step_sizes)], model)
-    rows = [
-        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer, "size": np.log10(size)}
-        for cell in known.itertuples()
-        for layer, size in enumerate(run.step_sizes[str(cell.key)].mean(axis=0))
-        if size > 0
-    ]
-    if not rows:
-        return
-    groups = pd.DataFrame(rows).groupby(["dataset", "init", "method", "layer"], sort=False)["size"]
-    panels = by_dataset(groups.agg(mean="mean", sd="std").reset_index(), "layer")
-    caption = (
-        f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
-        "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 0."
-    )
-    title = "How far a step moves the weights, by layer"
-    yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
