@@ -1,7 +1,10 @@
 """The tables of docs/findings.md, from the results folders of the runs that the page names.
 
+    python -m examples.findings --searches MODEL_A/rates MODEL_B/rates --page docs/findings.md
     python -m examples.findings --runs DEUTCH LINEARIZED STABILITY AUDIT --papers-rates OTHER --page docs/findings.md
 
+The first writes tables and figures of `rate_search` between the marks for searches, a model a folder, and every cell's
+numbers to docs/findings_rates.csv; one more model is one more folder. The second is of the page's older part: it
 writes what is in the folders between the marks of the page; what is not there yet is left out. Means and standard
 deviations are over seeds. The figures are those that `fairseq-icl report DEUTCH` wrote. The numbers of every cell stand
 beside the page (docs/findings.csv); cells that are there and not in the folders are kept, and without folders the page
@@ -20,11 +23,23 @@ import pandas as pd
 from examples.momentum_attention.tables import MARKS
 from fairseq_icl.files import with_part, write_atomically
 from fairseq_icl.replication.report.claims import NO_DATA, corrected, judge
+from fairseq_icl.replication.report.claims import verdicts as verdicts_of
+from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
 from fairseq_icl.replication.report.effects import Sample
+from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import Term, claims, inits_of
-from fairseq_icl.replication.report.run import IDENTITY, load_run
-from fairseq_icl.replication.report.text import decided_by
+from fairseq_icl.replication.report.rates import rate_figures, rate_tables
+from fairseq_icl.replication.report.run import IDENTITY, Run, load_run
+from fairseq_icl.replication.report.text import decided_by, effect_text, file_name, markdown
 
+SEARCH_MARKS = ("<!-- searches: python -m examples.findings -->", "<!-- end of searches -->")
+SEARCHED_METRICS = {
+    *(f"{metric}_{setting}" for metric in ("log_likelihood", "auc", "accuracy") for setting in ("zsl", "icl", "ft")),
+    *(f"demonstration_log_likelihood_{setting}" for setting in ("zsl", "ft")),
+    *("length_ratio_sim_aou", "sim_aou", "sim_aou_norm", "sim_am_delta", "sim_aou_projected"),
+    *("sim_aou_random_matched", "sim_aou_norm_random_matched"),
+}
+"""What the searches' file has of every cell."""
 COLUMNS = [*IDENTITY, "seed", "permutation", "metric", "value", "key"]
 MOVED = "perturbation="
 PAPERS_RATES = ", papers' rates"
@@ -56,8 +71,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.findings", description=__doc__)
     parser.add_argument("--runs", nargs="*", type=Path, default=[], help="results folders, the one with figures first")
     parser.add_argument("--papers-rates", nargs="*", type=Path, default=[], help="folders of runs at the papers' rates")
+    parser.add_argument("--searches", nargs="*", type=Path, default=[], help="folders of rate_search, one a model")
     parser.add_argument("--page", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.searches:
+        text = searches(arguments.searches, arguments.page)
+        write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *SEARCH_MARKS, f"\n{text}\n"))
+        return
     found = cell_values(arguments.runs) if arguments.runs else pd.DataFrame(columns=COLUMNS).astype({"value": float})
     if arguments.papers_rates:
         others = cell_values(arguments.papers_rates).assign(model=found["model"].iloc[0] + PAPERS_RATES)
@@ -73,6 +93,46 @@ def main() -> None:
     parts += figures([run / "report" / "figures" for run in arguments.runs[:1]], arguments.page)
     text = "\n\n".join(part for part in parts if part)
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
+
+
+def searches(folders: Sequence[Path], page: Path) -> str:
+    """Counts, tables, verdict and figures of every folder; every cell's numbers beside the page."""
+    parts, cells = [], []
+    for run in map(load_run, folders):
+        model = str(run.planned["model"].iloc[0])
+        cells.append(searched_cells(run))
+        minutes = cells[-1].drop_duplicates("key")["seconds"].sum() / 60
+        threads = {str(said["machine"]["threads"]) for said in run.configurations.values()}
+        planned = run.planned.drop_duplicates("key")
+        counts = planned[planned["finished"]].groupby(["dataset", "method"], sort=False).size()
+        told = ", ".join(f"{dataset} {method} {count}" for (dataset, method), count in counts.items())
+        parts.append(f"### {model}")
+        parts.append(
+            f"{planned['finished'].sum()} of {len(planned)} planned cells finished ({told}); {minutes:.0f} minutes "
+            f"in cells, {' and '.join(sorted(threads))} thread, on a machine shared with other work."
+        )
+        parts += [f"#{markdown(table)}" for table in (*rate_tables(run), *displacement_tables(run))]
+        found = next(v for v in verdicts_of(run, model) if v.claim.name == "lcgd_sim_aou_equal_length")
+        parts.append(f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason}).")
+        for drawing in drawings([*rate_figures(run, model), *displacement_figures(run, model)]):
+            path = page.with_name(f"{page.stem}_{file_name(drawing.name)}.png")
+            drawing.save(path, format="png", dpi=110, metadata={"Software": None})
+            parts.append(f"![{drawing.title}]({path.name})")
+    table = pd.concat(cells).sort_values(["model", "dataset", "method", "lr", "seed", "perturbation", "metric"])
+    write_atomically(page.with_name(f"{page.stem}_rates.csv"), table.to_csv(index=False, lineterminator="\n"))
+    return "\n\n".join(parts)
+
+
+def searched_cells(run: Run) -> pd.DataFrame:
+    """One row a finished cell and metric, with its rate, perturbation and seconds."""
+    values = run.values[run.values["layer"].isna() & run.values["metric"].isin(SEARCHED_METRICS)]
+    values = values.drop_duplicates(["key", "metric"]).round({"value": 6})
+    seconds = {key: run.cell_folder(run.planned["model"].iloc[0], key).seconds() for key in values["key"].unique()}
+    return values.assign(
+        lr=run.setting("lr", values["key"]),
+        perturbation=run.setting("perturbation", values["key"]),
+        seconds=values["key"].map(seconds).round(1),
+    )[["model", "dataset", "method", "lr", "perturbation", "seed", "permutation", "metric", "value", "key", "seconds"]]
 
 
 def cell_values(runs: Sequence[Path]) -> pd.DataFrame:

@@ -2,8 +2,8 @@
 
 A rate is scored by the likelihood of labels that were not trained on, given their inputs (mean over rows and seeds). It
 is admitted only if moving every weight by one unit in the last place changes the outcome less than another draw of
-demonstrations does: otherwise rounding decides what fine-tuning does, and no score means anything. The grid grows by
-half a decade wherever the best rate is at its edge.
+demonstrations does: otherwise rounding decides what fine-tuning does, and no score means anything; nor is any rate
+above one that is refused. The grid grows by half a decade wherever the best rate is at its edge.
 """
 
 import math
@@ -60,9 +60,10 @@ class Choice:
 
     @property
     def rate(self) -> float | None:
-        """The best of the rates that are admitted, or not tested; None if none is left."""
-        left = self.complete[[self.is_admitted(rate) is not False for rate in self.complete.index]]
-        return None if left.empty else float(left[LABELS].idxmax())
+        """The best of the rates that are admitted, or not tested, and below all that are not; None if none is left."""
+        refused = [rate for rate in self.tried.index if self.is_admitted(rate) is False]
+        left = self.complete[self.complete.index < min(refused, default=math.inf)]  # longer steps amplify more
+        return None if left.empty else float(left[LABELS].astype(float).idxmax())
 
     @property
     def by_text(self) -> float | None:
@@ -122,8 +123,9 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
     for name in (LABELS, TEXT):
         measured = plain.loc[plain["metric"] == name, "value"]
         found |= {name: measured.mean(skipna=False), f"{name} sd": measured.std()}
+    moved = cells[cells["draw"] != 0]["key"].nunique()
     for name in OUTCOMES:
-        measured = cells[cells["metric"] == name]
+        measured = cells[(cells["metric"] == name) & ((cells["draw"] == 0) | (moved >= found["runs"] * len(DRAWS)))]
         found[f"{name} by rounding"] = pooled(measured, ["seed", "permutation"])
         found[f"{name} by seed"] = pooled(measured, ["draw"])
     return found
