@@ -4,12 +4,14 @@ They are what the fairseq criterion, the replication engine and the benchmark ca
 printed by `fairseq-validate` and one in a report come from the same lines of code.
 """
 
+import logging
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 
 from fairseq_icl import (
@@ -24,10 +26,12 @@ from fairseq_icl.observing import observe
 from fairseq_icl.prompts import build
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.prompts.catalogue import find_spec
-from fairseq_icl.results.collector import compare
+from fairseq_icl.results import collector
 from fairseq_icl.results.drawing import layers_figure
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.fine_tuning import fine_tuned
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["build_prompts", "compare", "fine_tuned", "load_model", "observe", "plot_layers"]
 
@@ -41,6 +45,15 @@ def load_model(path: str | Path = "demo", **options: Any) -> Model:
         options["name"] = options.get("name") or split_name(str(path))[0].rpartition("/")[2]
         path = cached_hub_model(str(path))
     return models.load_model(path, **options)
+
+
+@wraps(collector.compare)
+def compare(prompts: Prompts, zsl: Any, icl: Any, ft: Any | None = None, **options: Any) -> pd.DataFrame:
+    """`results.collector.compare`; a fine-tuned model that answers as before is worth a word (reports say it too)."""
+    if ft is not None and torch.equal(ft.prediction, zsl.prediction):
+        problem = "changed no prediction: Rec2FTP and the like are undefined; a higher lr may change some"
+        logger.warning("%s %s", ft.method, problem)
+    return collector.compare(prompts, zsl, icl, ft, **options)
 
 
 def build_prompts(

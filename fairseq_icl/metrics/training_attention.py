@@ -127,6 +127,12 @@ class TrainingAttention:
             training.used_top_examples,
         )
 
+    def weights_on(self, of: str) -> tuple[Tensor, Tensor, int]:
+        """Weights of ICL and of FT on "tokens" or on "examples" (demonstrations), and the k of their recall."""
+        if of == "tokens":
+            return self.icl_tokens, self.ft_tokens, self.top_tokens
+        return self.icl_examples, self.ft_examples, self.top_examples
+
 
 def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
     """softmax_t(q_ft . q_t): (n, L, T) float64
@@ -159,66 +165,43 @@ def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
     return total.index_add_(-1, training.demonstration, weights.double())
 
 
+@metric("recall_examples", conditions=(), needs=("attention",), of="examples")
 @metric("recall_tokens", conditions=(), needs=("attention",))
-def recall_tokens(attention: TrainingAttention) -> Tensor:
-    """|top k tokens of ICL & top k tokens of FT| / k"""
-    return top_k_recall(attention.icl_tokens, attention.ft_tokens, attention.top_tokens)
+def recall(attention: TrainingAttention, of: str = "tokens") -> Tensor:
+    """|top k tokens of ICL & top k tokens of FT| / k; `recall_examples`: of demonstrations."""
+    icl, ft, k = attention.weights_on(of)
+    return top_k_recall(icl, ft, k)
 
 
-@metric("recall_examples", conditions=(), needs=("attention",))
-def recall_examples(attention: TrainingAttention) -> Tensor:
-    """|top k demonstrations of ICL & top k demonstrations of FT| / k"""
-    return top_k_recall(attention.icl_examples, attention.ft_examples, attention.top_examples)
-
-
+@metric("kendall_examples", conditions=(), needs=("attention",), of="examples")
 @metric("kendall_tokens", conditions=(), needs=("attention",))
-def kendall_tokens(attention: TrainingAttention) -> Similarity:
-    """tau-b(ICL token weights, FT token weights)"""
-    return kendall(attention.icl_tokens, attention.ft_tokens)
+def kendall_of(attention: TrainingAttention, of: str = "tokens") -> Similarity:
+    """tau-b(ICL token weights, FT token weights); `kendall_examples`: of demonstrations."""
+    icl, ft, _ = attention.weights_on(of)
+    return kendall(icl, ft)
 
 
-@metric("kendall_examples", conditions=(), needs=("attention",))
-def kendall_examples(attention: TrainingAttention) -> Similarity:
-    """tau-b(ICL demonstration weights, FT demonstration weights)"""
-    return kendall(attention.icl_examples, attention.ft_examples)
-
-
+@metric("recall_examples_random", conditions=(), needs=("attention",), of="examples")
 @metric("recall_tokens_random", conditions=(), needs=("attention",))
-def recall_tokens_random(attention: TrainingAttention) -> Tensor:
-    """Share of k tokens drawn with replacement that lie in the top k of ICL; expectation k / T."""
-    return _random_recall(attention.icl_tokens, attention.top_tokens, attention.example, "recall tokens")
+def recall_random(attention: TrainingAttention, of: str = "tokens") -> Tensor:
+    """Share of k tokens (demonstrations) drawn with replacement that lie in the top k of ICL; expectation k / T."""
+    weights, _, k = attention.weights_on(of)
+    layers, size = weights.shape[1:]
+    drawn = (uniform(attention.example, (layers, k), f"recall {of}") * size).long()  # (n, L, k)
+    return top_k(weights, k).gather(-1, drawn).double().mean(-1)
 
 
-@metric("recall_examples_random", conditions=(), needs=("attention",))
-def recall_examples_random(attention: TrainingAttention) -> Tensor:
-    """Share of k demonstrations drawn with replacement that lie in the top k of ICL; expectation k / D."""
-    return _random_recall(attention.icl_examples, attention.top_examples, attention.example, "recall examples")
-
-
+@metric("kendall_examples_random", conditions=(), needs=("attention",), of="examples")
 @metric("kendall_tokens_random", conditions=(), needs=("attention",))
-def kendall_tokens_random(attention: TrainingAttention) -> Similarity:
-    """tau-b(ICL token weights, uniform random weights); expectation 0."""
-    weights = attention.icl_tokens
-    return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), "kendall tokens"))
-
-
-@metric("kendall_examples_random", conditions=(), needs=("attention",))
-def kendall_examples_random(attention: TrainingAttention) -> Similarity:
-    """tau-b(ICL demonstration weights, uniform random weights); expectation 0."""
-    weights = attention.icl_examples
-    return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), "kendall examples"))
+def kendall_random(attention: TrainingAttention, of: str = "tokens") -> Similarity:
+    """tau-b(ICL token (demonstration) weights, uniform random weights); expectation 0."""
+    weights, _, _ = attention.weights_on(of)
+    return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), f"kendall {of}"))
 
 
 def _weights(scores: Tensor) -> Tensor:
     """In float64, as the authors have it: in float32 most weights underflow, and what underflows is tied."""
     return scores.double().softmax(-1)
-
-
-def _random_recall(weights: Tensor, k: int, example: Tensor, stream: str) -> Tensor:
-    """(n, L, T) -> (n, L): how many of k indices drawn with replacement are among the k largest weights, over k."""
-    layers, size = weights.shape[1:]
-    drawn = (uniform(example, (layers, k), stream) * size).long()  # (n, L, k)
-    return top_k(weights, k).gather(-1, drawn).double().mean(-1)
 
 
 def top_k_recall(reference: Tensor, other: Tensor, k: int) -> Tensor:

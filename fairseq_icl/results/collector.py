@@ -102,10 +102,6 @@ def compare(
     give_back_memory()
     collector.skipped_updates = getattr(ft, "skipped_updates", 0)
     method = "none" if ft is None else ft.method
-    if ft is not None and torch.equal(ft.prediction, zsl.prediction):
-        logger.warning(
-            "%s changed no prediction: Rec2FTP and the like are undefined; a higher lr may change some", method
-        )
     return collector.table(prompts.spec.name, settings.seed, settings.permutation, method, zsl.init)
 
 

@@ -80,7 +80,7 @@ def test_k_is_clipped_to_what_exists():
     tokens = aligned([7, 8, 9])
     assert (tokens.used_top_tokens, tokens.used_top_examples) == (6, 3)
     attention = attention_of(random_observation(0), random_observation(1))
-    assert (ta.recall_tokens(attention) == 1).all()
+    assert (ta.recall(attention) == 1).all()
 
 
 def test_weights_sum_to_one_over_tokens_and_over_demonstrations():
@@ -92,10 +92,9 @@ def test_weights_sum_to_one_over_tokens_and_over_demonstrations():
 def test_identical_weights_agree_completely():
     attention = attention_of(random_observation(0), random_observation(1), top_examples=2, top_tokens=3)
     attention = replace(attention, ft_tokens=attention.icl_tokens, ft_examples=attention.icl_examples)
-    for name in ("recall_tokens", "recall_examples"):
-        assert (getattr(ta, name)(attention) == 1).all()
-    for name in ("kendall_tokens", "kendall_examples"):
-        assert torch.allclose(getattr(ta, name)(attention).value, torch.ones(6, 3, dtype=torch.float64))
+    for of in ("tokens", "examples"):
+        assert (ta.recall(attention, of) == 1).all()
+        assert torch.allclose(ta.kendall_of(attention, of).value, torch.ones(6, 3, dtype=torch.float64))
 
 
 def test_equal_query_vectors_tie():
@@ -108,10 +107,10 @@ def test_equal_query_vectors_tie():
 def test_chance_recall_is_k_over_the_number_of_tokens_and_chance_kendall_is_zero():
     many = random_observation(0, n=400)
     attention = attention_of(many, many, top_examples=2, top_tokens=2)
-    assert float(ta.recall_tokens_random(attention).mean()) == pytest.approx(2 / 6, abs=0.03)
-    assert float(ta.recall_examples_random(attention).mean()) == pytest.approx(2 / 3, abs=0.03)
-    assert float(ta.kendall_tokens_random(attention).value.mean()) == pytest.approx(0, abs=0.05)
-    assert float(ta.kendall_examples_random(attention).value.mean()) == pytest.approx(0, abs=0.05)
+    assert float(ta.recall_random(attention).mean()) == pytest.approx(2 / 6, abs=0.03)
+    assert float(ta.recall_random(attention, "examples").mean()) == pytest.approx(2 / 3, abs=0.03)
+    assert float(ta.kendall_random(attention).value.mean()) == pytest.approx(0, abs=0.05)
+    assert float(ta.kendall_random(attention, "examples").value.mean()) == pytest.approx(0, abs=0.05)
 
 
 def test_an_observation_without_context_is_refused():
