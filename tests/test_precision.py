@@ -27,7 +27,7 @@ from fairseq_icl.replication.folders import ResultsFolder
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.replication.report import Contents, html, markdown_page
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.results import read_results
+from fairseq_icl.results import means, read_results
 from fairseq_icl.settings import Settings
 from fairseq_icl.tasks.restore import restore
 from fairseq_icl.training.methods import Method, training_command, training_options
@@ -167,8 +167,11 @@ def test_an_update_that_overflows_is_skipped_counted_and_not_recorded(
     monkeypatch.setattr("fairseq_icl.training.fine_tuning.get_method", lambda name: with_scale(2**17))
     with caplog.at_level(logging.WARNING), fi.fine_tuned(model, prompts, "scaled", lr=0.1) as tuned:
         rows = tuned.gradients.groupby("step")["demonstration"].first().tolist()
+        ft = fi.observe(tuned, prompts)
     skipped = 6 - len(rows)
     assert 0 < skipped < 6
+    table = fi.compare(prompts, fi.observe(model, prompts), fi.observe(model, prompts, in_context=True), ft)
+    assert means(table).set_index("metric")["value"]["skipped_updates"] == skipped
     assert f"{skipped} of 6 updates were skipped" in caplog.text
     assert rows == [row for sequence in prompts.finetuning if (row := str(sequence.row)) in rows]  # one each, in order
 

@@ -66,3 +66,5 @@ def test_wrong_arguments_are_one_line(world: World, tmp_path: Path):
         load_model(world.model, bpe=None, seed=-1)
     with pytest.raises(UserError, match="no such checkpoint"):
         load_model(tmp_path)
+    with pytest.raises(UserError, match="device=auto: a model runs on one device and is not spread over several; name"):
+        load_model(world.model, bpe=None, device="auto")
