@@ -107,8 +107,8 @@ def nearest_account(run: Run, model: str) -> Iterator[Chart]:
         f"{model}. Accounts of ICL on the same prompts, the one whose attention output moves most as in ICL first. By "
         "chance: a random update as long (SimAOU); as many changed predictions, whichever they are (RPA); means over "
         "the accounts. Error bars: standard deviation over seeds. A cosine is missing in runs in which an account "
-        "moves no attention output (a vector at the last layer). match_icl is trained on ICL's own outputs: no account, but "
-        "what is possible."
+        "moves no attention output (a vector at the last layer). match_icl is trained on ICL's own outputs: no "
+        "account, but what is possible."
     )
     yield Chart(
         f"accounts_{model}", "Which account of ICL is nearest?", caption, panels, "", "", kind="bars", ticks=datasets
