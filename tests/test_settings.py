@@ -138,7 +138,9 @@ def test_a_limit_typed_as_a_number_keeps_its_value(value: float):
 def test_unknown_names_suggest_close_ones():
     with pytest.raises(UserError, match=r"num_demonstration: unknown setting; did you mean num_demonstrations\?"):
         Settings.of(num_demonstration=3)
-    with pytest.raises(UserError, match="zzz: unknown setting; choose from attention, attention_similarity, biases"):
+    with pytest.raises(
+        UserError, match="zzz: unknown setting; choose from align_epochs, attention, attention_similarity, biases"
+    ):
         Settings.of(zzz=3)
     with pytest.raises(UserError, match="reading=author: choose from authors, paper"):
         Settings.of("author")
