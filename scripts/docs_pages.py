@@ -43,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
 def entry(setting: Setting) -> str:
     """One setting: its name as a heading, what it is, and a list of facts."""
     default = "none" if setting.default is None else f"`{setting.default}`"
-    facts = [f"default: {default}" + (f"; by the paper's text `{setting.paper}`" if setting.is_reading else "")]
+    facts = [f"default: {default}" + (f"; by the paper's text `{setting.paper}`" if setting.paper is not None else "")]
     if setting.choices:
         facts.append("choices: " + ", ".join(f"`{choice}`" for choice in setting.choices))
     if len(setting.affects) > 1:

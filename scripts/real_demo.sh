@@ -84,6 +84,6 @@ print(
     f"{mean.loc['sim_aou', 'lcgd']:+.2f} (lcgd); random updates: {mean.loc['sim_aou_random', 'gd']:+.2f}; 1 is the same direction"
 )
 counts = pd.read_csv(folder / "run" / "report" / "verdicts.csv")["here"].value_counts()
-print("claims of the papers: " + ", ".join(f"{count} {word}" for word, count in counts.items() if word != "no data"))
+print("claims of the papers: " + ", ".join(f"{word}: {count}" for word, count in counts.items() if word != "no data"))
 print(f"the report: {folder / 'run' / 'report' / 'report.html'}")
 PYTHON

@@ -81,6 +81,8 @@ def page(browser: Any, report: Path) -> Iterator[Any]:
 def test_the_page_opens_with_the_verdicts(page: Any):
     assert page.locator("main h2").first.inner_text() == "Do the papers' claims hold?"
     assert page.locator("p.answer").inner_text().startswith("On ")
+    overview = page.locator("#overview table")
+    assert overview.locator("tbody tr td:first-child").all_inner_texts()[-2:] == ["gd", "lcgd"]
     row = page.locator("#claim-lcgd_sim_aou_norm")
     assert "undecided" in row.inner_text()
     assert row.locator("> td").count() == 3  # the claim, here, the authors' runs
@@ -151,6 +153,8 @@ def test_nothing_is_wider_than_a_narrow_screen_and_the_theme_changes(page: Any):
     page.set_viewport_size(NARROW)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    cut = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+    assert page.evaluate(cut) == 0  # no value lies outside
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.locator("#theme").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before

@@ -73,12 +73,51 @@ def test_the_demo_experiment_fills_the_papers_tables(tmp_path):
     assert {"alpha_demo", "partition_demo", "gradients_demo_pretrained_gd"} <= names
 
 
+def test_accounts_of_icl_stand_side_by_side(tmp_path):
+    """One method that trains and two that do not; the nearest comes first."""
+    small = ["seed=1", "num_demonstrations=6", "limit=8", "dataset=demo_sentiment", "selection_rows=3"]
+    words = ["experiment=accounts", "model=demo", "paper=demo", "data=demo", f"out={tmp_path / 'run'}"]
+    chosen = "method=[lcgd,shallow_gd,shallow_gd_kernel,task_vector,function_vector]"
+    result = succeeded(run("fairseq-icl", "replicate", *words, *small, chosen))
+    assert "5 of 5 cells finished" in result.stdout
+    loaded = load_run(tmp_path / "run")
+    (figure,) = [figure for figure in all_figures(loaded) if figure.name == "accounts_demo"]
+    similar = loaded.summary[loaded.summary["metric"] == "sim_aou"].set_index("method")["mean"]
+    labels = [series.label for series in figure.panels[0].series]
+    assert labels == [*similar.sort_values(ascending=False).index, "by chance"]
+    assert list(figure.ticks) == ["demo_sentiment"]
+    rates = {said["cell"]["method"]: said["cell"]["settings"]["lr"] for said in loaded.configurations.values()}
+    assert rates == {
+        "lcgd": 0.3,
+        "shallow_gd": 0.03,
+        "shallow_gd_kernel": 100,
+        "task_vector": None,
+        "function_vector": None,
+    }
+
+
 PLUGIN = '''
 from fairseq_icl.metrics import metric
+from fairseq_icl.models.state_edits import StateEdit
 from fairseq_icl.training.methods import Method
 
 flags = ("--criterion", "cross_entropy", "--clip-norm", "1")
 clipped = Method("gd_clipped", "vanilla fine-tuning with small steps", flags)
+
+
+class Louder(StateEdit):
+    def __init__(self, factor):
+        self.factor = factor
+
+    def attention(self, layer, output, received, state):
+        return self.factor * output
+
+
+def louder(model, prompts, settings):
+    return Louder(1 + settings.lr)
+
+
+loud = Method("louder", "attention outputs scaled up by lr", edit=louder, edit_reads=("lr",))
 
 
 @metric("agreement", conditions=("icl", "ft"))
@@ -89,6 +128,7 @@ def agreement(icl, ft):
 ENTRY_POINTS = """
 [fairseq_icl.methods]
 gd_clipped = otherlab:clipped
+louder = otherlab:loud
 
 [fairseq_icl.metrics]
 agreement = otherlab
@@ -109,11 +149,12 @@ def test_a_package_from_outside_adds_a_dataset_a_metric_and_a_method(world, tmp_
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: otherlab\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     words = [word for word in settings(world, tmp_path / "run", "experiment=deutch2024") if "dataset=" not in word]
-    chosen = ["dataset=toy", "method=gd,gd_clipped", "init=pretrained"]
+    chosen = ["dataset=toy", "method=gd,gd_clipped,louder", "init=pretrained"]
     succeeded(run("fairseq-icl", "replicate", *words, *chosen, PYTHONPATH=str(site)))
     summary = load_run(tmp_path / "run").summary.set_index(["method", "metric"])["mean"]
     assert 0 <= summary["gd_clipped", "agreement"] <= 1
     assert summary["gd", "sim_aou"] != summary["gd_clipped", "sim_aou"]
+    assert summary["louder", "log_likelihood_ft"] != summary["louder", "log_likelihood_zsl"]
 
 
 def test_a_method_in_a_module_is_found_by_plugins(world, tmp_path):

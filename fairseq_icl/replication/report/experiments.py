@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.charts import Chart, Series, by_dataset, curves, labelled
+from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, curves, labelled
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_runs, authors_trajectory
 from fairseq_icl.replication.report.run import IDENTITY, Run, needs, plain
 from fairseq_icl.replication.report.tables import METRICS, Entry, Table
@@ -69,6 +69,50 @@ def dynamics(run: Run, model: str) -> Iterator[Chart]:
         )
         title = f"Dynamics: {name} after each demonstration"
         yield Chart(f"dynamics_{short}_{model}", title, caption, panels, "demonstrations j", f"{name} ({unit})")
+
+
+NEARNESS = ("sim_aou", "sim_am_delta", "rpa", "auc_ft", "accuracy_ft")
+"""How near an account comes to ICL; the accounts stand in the order of the first."""
+
+
+@needs(experiments=["accounts"])
+def nearest_account(run: Run, model: str) -> Iterator[Chart]:
+    """Bars: every account of ICL by its likeness to it, beside what would be likeness by chance, or ICL itself."""
+    summary = plain(run.summary, model)
+    found = summary.pivot_table(index=["method", "dataset"], columns="metric", values="mean", sort=False)
+    if not {*NEARNESS, "icl_changed", "ft_changed", "examples"} <= set(found):
+        return
+    icl, ft = (found[f"{name}_changed"] / found["examples"] for name in ("icl", "ft"))
+    beside = {"rpa": icl * ft / (icl + ft - icl * ft), "sim_aou": found.get("sim_aou_random_matched")}
+    beside |= {f"{name}_ft": found.get(f"{name}_icl") for name in ("accuracy", "auc")}
+    deviations = summary.pivot_table(index=["method", "dataset"], columns="metric", values="sd", sort=False)
+    deviations = deviations.reindex(index=found.index, columns=found.columns)
+    methods = list(found["sim_aou"].groupby(level="method").mean().sort_values(ascending=False).index)
+    datasets = list(found.index.get_level_values("dataset").drop_duplicates())
+    panels = []
+    for metric in NEARNESS:
+        name, unit, scale = shown_as(metric)
+        series = []
+        for method in methods:
+            values, spread = (frame[metric].xs(method, level="method") for frame in (found, deviations))
+            places = [datasets.index(dataset) for dataset in values.index]
+            series.append(Series(method, places, list(scale * values), list(scale * spread), {"method": method}))
+        if (control := beside.get(metric)) is not None:
+            height = control.groupby(level="dataset", sort=False).mean()
+            places = [datasets.index(dataset) for dataset in height.index]
+            word = "ICL itself" if metric.endswith("_ft") else "by chance"
+            series.append(Series(word, places, list(scale * height)))
+        panels.append(Panel(f"{name} ({unit})" if unit else name, series))
+    caption = (
+        f"{model}. Accounts of ICL on the same prompts, the one whose attention output moves most as in ICL first. By "
+        "chance: a random update as long (SimAOU); as many changed predictions, whichever they are (RPA); means over "
+        "the accounts. Error bars: standard deviation over seeds. A cosine is missing in runs in which an account "
+        "moves no attention output (a vector at the last layer). match_icl is trained on ICL's own outputs: no "
+        "account, but what is possible."
+    )
+    yield Chart(
+        f"accounts_{model}", "Which account of ICL is nearest?", caption, panels, "", "", kind="bars", ticks=datasets
+    )
 
 
 SIDES = {"icl": "ICL", "ft": "FT"}

@@ -286,6 +286,7 @@ def similarity_of_random(length: float) -> np.ndarray:
 
 
 FIGURES = (
+    experiments.nearest_account,
     over_tasks,
     similarities,
     alpha,
