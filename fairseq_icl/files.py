@@ -64,8 +64,8 @@ def write_atomically(path: str | Path, content: str | bytes | memoryview | Calla
 
 def reason_of(error: Exception) -> str:
     """What the system says, in one line."""
-    said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return said.splitlines()[0]
+    reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return reason.splitlines()[0]
 
 
 def remedy_for(error: Exception) -> str:

@@ -56,8 +56,8 @@ def _told(kind: type[BaseModel], error: ValidationError | RecursionError) -> str
         return f"{key}: is missing"
     if first["type"] == "value_error":  # of a check of our own
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    said = WORDS.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
-    return f"{key}={shown(first['input'])}: {said}" if key else said
+    complaint = WORDS.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+    return f"{key}={shown(first['input'])}: {complaint}" if key else complaint
 
 
 def _fields(kind: Any, path: list[str]) -> list[str]:

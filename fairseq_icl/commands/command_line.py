@@ -246,8 +246,8 @@ def _keys() -> list[str]:
         section = section if line.startswith(" ") else found["name"] + "."
         name = section + found["name"] if line.startswith(" ") else found["name"].replace("datasets", "dataset")
         keys[name] = (found["text"], found["default"])
-    said = {"???": "; has to be given", "": "", "null": ""}
-    return [f"{n}: {text}{said.get(default, f' (default: {default})')}" for n, (text, default) in keys.items()]
+    endings = {"???": "; has to be given", "": "", "null": ""}
+    return [f"{n}: {text}{endings.get(default, f' (default: {default})')}" for n, (text, default) in keys.items()]
 
 
 def _lines(title: str, entries: list[str]) -> str:

@@ -58,21 +58,21 @@ def report(
     A report that is there already is not made again, unless cells, plans or the package have changed since.
     """
     folders = [folders] if isinstance(folders, Path) else list(folders)
-    place = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
-    state = _state(folders, place, formats)
-    told = _told_before(place, state, formats) or _make(folders, place, formats)
-    write_atomically(place / TOLD, json.dumps({"state": state, **told}))
+    target = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
+    state = _state(folders, target, formats)
+    told = _told_before(target, state, formats) or _make(folders, target, formats)
+    write_atomically(target / TOLD, json.dumps({"state": state, **told}))
     if not quiet:
         print(told["tables"], end="\n\n")
     for warning in told["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     print(told["last"])
-    page = place / "report.html"
+    page = target / "report.html"
     if show and not webbrowser.open(page.resolve().as_uri()):
         print(f"no browser could be started; open {page} yourself", file=sys.stderr)
 
 
-def _make(folders: Sequence[Path], place: Path, formats: tuple[str, ...]) -> dict[str, Any]:
+def _make(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     """Write the report; returns what is said of it."""
     from fairseq_icl.replication.report import Contents, write_report  # pandas, which --help can do without
     from fairseq_icl.replication.report.run import load_run, side_by_side
@@ -80,16 +80,16 @@ def _make(folders: Sequence[Path], place: Path, formats: tuple[str, ...]) -> dic
     runs = [load_run(folder) for folder in folders]
     run = runs[0] if len(runs) == 1 else side_by_side(runs)
     contents = Contents.of(run)
-    written = write_report(contents, place, formats)
+    written = write_report(contents, target, formats)
     finished = int(run.planned["finished"].sum())
     missing = f", {len(run.missing)} missing" if len(run.missing) else ""
     last = f"{finished} of {len(run.planned)} cells finished{missing}; report: {next(iter(written.values()))}"
     return {"tables": contents.plain(), "warnings": run.warnings, "last": last}
 
 
-def _state(folders: Sequence[Path], place: Path, formats: tuple[str, ...]) -> str:
+def _state(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> str:
     """Hash of what a report depends on: sizes and times of the files of plans, cells and package, and its form."""
-    parts: list[object] = [str(place), formats]
+    parts: list[object] = [str(target), formats]
     for folder in (*(folder / name for folder in folders for name in ("plans", "cells")), PACKAGE):
         for found, _, names in sorted(os.walk(folder)):
             facts = ((name, os.lstat(Path(found, name))) for name in sorted(names) if not name.endswith(".pyc"))
@@ -97,11 +97,11 @@ def _state(folders: Sequence[Path], place: Path, formats: tuple[str, ...]) -> st
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _told_before(place: Path, state: str, formats: tuple[str, ...]) -> dict[str, Any] | None:
+def _told_before(target: Path, state: str, formats: tuple[str, ...]) -> dict[str, Any] | None:
     """What was said of the report that lies there, if it is of this state and whole."""
     try:
-        told = read_json(place / TOLD)
-        same = told["state"] == state and all((place / f"report.{name}").is_file() for name in formats)
+        told = read_json(target / TOLD)
+        same = told["state"] == state and all((target / f"report.{name}").is_file() for name in formats)
         return {name: told[name] for name in ("tables", "warnings", "last")} if same else None
     except (UserError, KeyError, TypeError):
         return None

@@ -76,8 +76,8 @@ class ICLSimilarity(FairseqCriterion):
         super().__init__(task)
         self.cfg = cfg
         _check_endings(cfg)
-        own = [name for name, known in SETTINGS.items() if known.is_flag_of(NAME)]
-        chosen = {name: str(cfg[name]) for name in own if cfg[name] is not None}
+        of_criterion = [name for name, known in SETTINGS.items() if known.is_flag_of(NAME)]
+        chosen = {name: str(cfg[name]) for name in of_criterion if cfg[name] is not None}
         self.settings = dataclasses.replace(task.settings, **chosen)
         self.names = [name.strip() for name in cfg.metrics.split(",")] if cfg.metrics else None
         self.other = read_other(cfg.other_finetuned, task) if cfg.other_finetuned else None

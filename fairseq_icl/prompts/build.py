@@ -82,9 +82,9 @@ class Prompts:
         query = self.queries[number]
         lines = [f"ICL prompt, {len(self.context_rows)} demonstrations:", written(self.context), ""]
         lines += [f"query {number} (row {query.row} of its file; * is the right option):"]
-        for place, (words, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
-            lines += [written(words)] if place == 0 or not query.shared_input else []
-            lines += [f"  option {place} {'*' if place == query.gold else ' '} {written(label)}"]
+        for choice, (words, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
+            lines += [written(words)] if choice == 0 or not query.shared_input else []
+            lines += [f"  option {choice} {'*' if choice == query.gold else ' '} {written(label)}"]
         if self.finetuning:
             first = self.finetuning[number % len(self.finetuning)]
             lines += ["", f"fine-tuning sequence (row {first.row} of the train file):", written(first.tokens)]
@@ -102,8 +102,8 @@ class Prompts:
         if not inputs:
             return ()
         first, last = min(inputs), max(inputs)  # in this order: what these two begin with, all begin with
-        room = min(map(len, inputs)) - 1
-        return first[: next((place for place in range(room) if first[place] != last[place]), room)]
+        most = min(map(len, inputs)) - 1
+        return first[: next((index for index in range(most) if first[index] != last[index]), most)]
 
 
 def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, settings: Settings) -> Prompts:
@@ -139,8 +139,8 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
 
     icl_order, finetuning_order = sampling.demonstration_orders(settings)
     longest_query = max(query.longest for query in queries)
-    room = writing.max_positions - longest_query
-    icl_order, context, spans = _build_context(demonstrations, shown, icl_order, room, writing)
+    free = writing.max_positions - longest_query
+    icl_order, context, spans = _build_context(demonstrations, shown, icl_order, free, writing)
     _warn(spec, k, [shown[i] for i in icl_order], writing.max_positions, settings.missing_class)
     if settings.finetuning_demonstrations == "fitting":
         finetuning_order = [i for i in finetuning_order if i in set(icl_order)]

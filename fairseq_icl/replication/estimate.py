@@ -93,8 +93,8 @@ class Probe:
         return self.prompts[key]
 
     def _rate(self, kind: str, cell: Cell) -> float:
-        place = (kind, cell.method if kind == "train" else "", cell.settings.device, cell.settings.precision)
-        if place not in self.rates:
+        work = (kind, cell.method if kind == "train" else "", cell.settings.device, cell.settings.precision)
+        if work not in self.rates:
             small = replace(cell.settings, limit=QUERIES, num_demonstrations=DEMONSTRATIONS, init="pretrained")
             prompts = build_prompts(cell.spec, self.data, self.keys.files.writing, small)
             model = load_from(self.keys.files, small)
@@ -104,8 +104,8 @@ class Probe:
                     pass
             else:
                 observe(model, prompts, in_context=kind == "icl")
-            self.rates[place] = (time.perf_counter() - start) / max(1, tokens(prompts, kind))
-        return self.rates[place]
+            self.rates[work] = (time.perf_counter() - start) / max(1, tokens(prompts, kind))
+        return self.rates[work]
 
 
 def tokens(prompts: Prompts, kind: str) -> int:

@@ -52,7 +52,7 @@ def _demonstrations(prompts: Prompts, training: TrainingTokens | None, spell: Sp
     if training is None:
         return [spell(prompts.context[start:end]) for start, end in prompts.context_spans]
     shown: list[list[str]] = [[] for _ in range(int(training.demonstration.max()) + 1)]
-    tokens = spell([prompts.context[place] for place in training.context_position.tolist()])
+    tokens = spell([prompts.context[position] for position in training.context_position.tolist()])
     for number, token in zip(training.demonstration.tolist(), tokens, strict=True):
         shown[number].append(token)
     return shown

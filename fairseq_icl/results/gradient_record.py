@@ -73,12 +73,14 @@ def describe(decoder: Any) -> dict[str, Any]:
 def checked_record(path: str, decoder: Any) -> pd.DataFrame:
     """The record in a file, which must have been made with this model."""
     table, model = read_gradient_record(path)
-    own = describe(decoder)
-    if model.get("layers") != own["layers"]:
-        raise UserError(f"{path}: recorded with a model of {model.get('layers')} layers, this one has {own['layers']}")
+    this_model = describe(decoder)
+    if model.get("layers") != this_model["layers"]:
+        raise UserError(
+            f"{path}: recorded with a model of {model.get('layers')} layers, this one has {this_model['layers']}"
+        )
     recorded = model.get("frozen", {})
-    for name in sorted(set(recorded) & set(own["frozen"])):
-        if recorded[name] != own["frozen"][name]:
+    for name in sorted(set(recorded) & set(this_model["frozen"])):
+        if recorded[name] != this_model["frozen"][name]:
             raise UserError(f"{path}: recorded with another model ({name} differs); record again with this one")
     return table
 

@@ -99,7 +99,7 @@ class QueryDataset(_OfKnownLengths):
         chosen = [int(index) for index in indices]
         limit = max_tokens if max_tokens is not None else int(self.lengths.sum()) + 1
         batches = plan_batches([self.queries[index] for index in chosen], limit, max_sentences)
-        return [[chosen[place] for place in batch] for batch in batches]
+        return [[chosen[number] for number in batch] for batch in batches]
 
 
 def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool], pad: int) -> dict[str, Any]:

@@ -93,24 +93,25 @@ def nearest_account(run: Run, model: str) -> Iterator[Chart]:
     for metric in NEARNESS:
         name, unit, scale = shown_as(metric)
         series = []
-        for dataset in datasets:
-            values, control = found[metric].xs(dataset, level="dataset"), beside.get(metric)
-            known = [method for method in methods if method in values.index]
-            places, tags = [methods.index(method) for method in known], {"dataset": dataset}
-            sd = list(scale * deviations[metric].xs(dataset, level="dataset")[known])
-            series.append(Series(dataset, places, list(scale * values[known]), sd, tags))
-            if control is not None:
-                word = "ICL" if metric.endswith("_ft") else "by chance"
-                height = list(scale * control.xs(dataset, level="dataset")[known])
-                series.append(Series(f"{dataset}: {word}", places, height, tags=tags))
+        for method in methods:
+            values, spread = (frame[metric].xs(method, level="method") for frame in (found, deviations))
+            places = [datasets.index(dataset) for dataset in values.index]
+            series.append(Series(method, places, list(scale * values), list(scale * spread), {"method": method}))
+        if (control := beside.get(metric)) is not None:
+            height = control.groupby(level="dataset", sort=False).mean()
+            places = [datasets.index(dataset) for dataset in height.index]
+            word = "ICL itself" if metric.endswith("_ft") else "by chance"
+            series.append(Series(word, places, list(scale * height)))
         panels.append(Panel(f"{name} ({unit})" if unit else name, series))
     caption = (
         f"{model}. Accounts of ICL on the same prompts, the one whose attention output moves most as in ICL first. By "
-        "chance: a random update as long (SimAOU); as many changed predictions, whichever they are (RPA). Error bars: "
-        "standard deviation over seeds. match_icl is trained on ICL's own outputs: no account, but what is possible."
+        "chance: a random update as long (SimAOU); as many changed predictions, whichever they are (RPA); means over "
+        "the accounts. Error bars: standard deviation over seeds. A cosine is missing in runs in which an account "
+        "moves no attention output (a vector at the last layer). match_icl is trained on ICL's own outputs: no "
+        "account, but what is possible."
     )
     yield Chart(
-        f"accounts_{model}", "Which account of ICL is nearest?", caption, panels, "", "", kind="bars", ticks=methods
+        f"accounts_{model}", "Which account of ICL is nearest?", caption, panels, "", "", kind="bars", ticks=datasets
     )
 
 
