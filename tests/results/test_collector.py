@@ -99,7 +99,8 @@ def without_filling(seen: Observation) -> Observation:
 def test_no_value_is_undefined_and_intervals_hold_their_mean(triple):
     table = collected(*triple, training=training_tokens()).table()
     assert table["value"].notna().all()
-    bounded = table.dropna(subset=["low"])
+    # Of few examples the bins' errors do not cancel: every resample may have a larger calibration error than the whole.
+    bounded = table[~table["metric"].str.startswith("ece_")].dropna(subset=["low"])
     assert (bounded["low"] <= bounded["value"] + 1e-9).all()
     assert (bounded["value"] <= bounded["high"] + 1e-9).all()
     is_ratio = bounded["metric"].str.startswith("length_ratio_")
