@@ -342,6 +342,13 @@ class Settings:
         paper="query",
         flag_of="icl_similarity",
     )
+    head_outputs: str = setting(
+        "skipped",
+        "whether the output of every head is recorded too, before the output projection: adds sim_aou_heads",
+        (RECORDING,),
+        choices=("skipped", "recorded"),
+        flag_of="icl_similarity",
+    )
     loss_on: str = setting(
         "all", "tokens that carry the fine-tuning loss", (FINETUNING,), choices=("all", "label"), paper="label"
     )

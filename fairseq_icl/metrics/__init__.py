@@ -5,7 +5,8 @@ A new metric is one function under `@metric("name")`, in a module of this folder
 A metric takes the observations of the three conditions of n examples and returns one of
 
 - a tensor (n,) or (n, layers): one value an example, or one an example and layer;
-- a `Similarity`: such values together with the number of cosines that have no meaning;
+- a `Similarity`: such values together with the number of cosines that have no meaning; of (n, layers, heads) the table
+  has the mean over heads as NAME and the means over examples of every head as NAME_0, NAME_1, ...;
 - a `Ratio`: numerator and denominator (n,), for metrics such as RPA that are a quotient of sums over examples;
 - a `Ranking`: the scores of every class and the right one, for the area under the ROC curve.
 
@@ -41,7 +42,7 @@ class Similarity(NamedTuple):
     units of the first's.
     """
 
-    value: Tensor  # (n,) or (n, layers)
+    value: Tensor  # (n,), (n, layers) or (n, layers, heads)
     zero_updates: Tensor  # same shape, counts
     lengths: tuple[Tensor, Tensor] | None = None  # of the first vector and of the second, same shape each
 
@@ -120,7 +121,7 @@ def metric(
             `attention` to training tokens (`training_attention.TrainingAttention`), `other_ft` (observation of a second
             fine-tuned model), `weights` (`weight_space.WeightUpdates`). Without one of them the metric is left out.
         reads: Attributes of the observations that not every observation has (`depth_scores`, `top_tokens`,
-            `label_prior`); where one is missing the metric is left out.
+            `label_prior`, `head_output`); where one is missing the metric is left out.
         title: What stands at its axis in figures; by default its name.
         unit: "percent" shows a share as percent.
         given: Further arguments of the function, fixed here.

@@ -83,6 +83,26 @@ def sim_aou_projected(zsl: Observation, icl: Observation, ft: Observation) -> Si
     return where_defined(cosine_of(across, u.across, v.across), noise)
 
 
+@metric("sim_aou_heads", reads=("head_output",), title="SimAOU of heads", unit="cosine")
+def sim_aou_heads(zsl: Observation, icl: Observation, ft: Observation) -> Similarity:
+    """cos(a_icl - a_zsl, a_ft - a_zsl), a what one head puts out, before the output projection: (n, L, H)
+
+    What the output projection makes of these updates adds up to the updates of SimAOU where fine-tuning leaves this
+    projection as it is. Recorded with `head_outputs=recorded` only. The table has the mean over heads, and the mean of
+    every head h, by layer, as `sim_aou_heads_h`.
+    """
+
+    def products(*states: Tensor) -> tuple[Tensor, ...]:
+        z, one, other = (state.double() for state in states)  # (n, L, H, D)
+        u, v = one - z, other - z
+        return dots((u, v), (u, u), (v, v), (z, z))
+
+    outputs = [seen.head_output for seen in (zsl, icl, ft) if seen.head_output is not None]
+    *found, before = in_parts(products, *outputs)
+    limit = rounding_of(zsl, icl, ft) * before.sqrt()
+    return where_defined(cosine_of(*found), (found[1].sqrt() <= limit) | (found[2].sqrt() <= limit))
+
+
 def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normalize: bool = False) -> Similarity:
     """cos(h_icl - h_zsl, update) for a given update (n, L, d) in place of the fine-tuning one, used as it is."""
     return _beside(zsl, icl, update)[0][normalize]

@@ -195,11 +195,17 @@ class Observer:
         """The same without the prior."""
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
+        wants_heads = self.prompts.settings.head_outputs == "recorded"
         if self.stem is None:
+            if wants_heads:
+                raise UserError(
+                    "head_outputs=recorded: this model's attention does not hand over its heads; leave it out"
+                )
             run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth, model.edit)
         else:
             rest = layout.after(self.opening)
-            run = _on_stem(decoder, rest, self.stem, self.context, self.context_row, self.by_depth, model.edit)
+            wanted = self.context_row, self.by_depth, wants_heads
+            run = _on_stem(decoder, rest, self.stem, self.context, *wanted, model.edit)
         was_training = model.lm.training
         model.lm.eval()
         logits, record, context_scores, inner = model.evaluate(run)
@@ -220,6 +226,7 @@ class Observer:
             attention_row=_right_aligned(record.scores.float().cpu(), layout.recorded_position + 1),
             query_length=layout.recorded_position + 1,
             query_vector=record.query.float().cpu(),
+            head_output=None if record.heads is None else record.heads.float().cpu(),
             context_row=None if context_scores is None else context_scores.float().cpu(),
             depth_scores=depth_scores,
             top_tokens=top.indices.cpu(),
@@ -314,6 +321,7 @@ def _on_stem(
     context: Tokens,
     context_row: bool,
     by_depth: bool,
+    wants_heads: bool,
     edit: StateEdit | None = None,
 ) -> Callable[[], Seen]:
     """The pass on what the queries share: only the tokens after the stem, of which `layout` is."""
@@ -332,7 +340,7 @@ def _on_stem(
         return rows, torch.zeros_like(rows)
 
     def run() -> Seen:
-        probe = AttentionProbe(decoder, *at(recorded), past=at(past))
+        probe = AttentionProbe(decoder, *at(recorded), at(past), wants_heads)
         with (
             edited(decoder, edit, *at(changed)),
             probe,

@@ -59,6 +59,7 @@ class Observation:
     attention_row: Tensor  # (n, L, H, Q) scores before the softmax over the query tokens; zeros on the left
     query_length: Tensor  # (n,) how many of the Q columns, from the right, are real
     query_vector: Tensor  # (n, L, d) scaled by head_dim ** -0.5, heads concatenated
+    head_output: Tensor | None = None  # (n, L, H, D) of each head, before the output projection (head_outputs=recorded)
     context_row: Tensor | None = None  # (n, L, P) scores over the context, summed over the heads
     label_prior: Tensor | None = None  # (n, C) log of the options' mean probability on inputs without content
     label_prior_normalised: Tensor | None = None  # (n, C) the same, made shares of 1 at every input before the mean

@@ -14,7 +14,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from fairseq_icl.models.attention import Seam, projected
+from fairseq_icl.models.attention import RuledAttention, Seam, projected
 
 Attention = Any
 """A self-attention module: fairseq's, or one with a `Seam`; with `out_proj`, `num_heads` and `head_dim`."""
@@ -84,6 +84,7 @@ class AttentionRecord(NamedTuple):
     output: Tensor  # (n, L, d) attention output with output projection and bias, before the residual
     query: Tensor  # (n, L, d) query vector, heads concatenated, times head_dim ** -0.5
     scores: Tensor  # (n, L, H, K) query . key of every token of the sequence, before mask and softmax
+    heads: Tensor | None = None  # (n, L, H, D) what each head puts out, before the output projection
 
 
 class AttentionProbe:
@@ -93,24 +94,35 @@ class AttentionProbe:
     """
 
     def __init__(
-        self, decoder: nn.Module, sequences: Tensor, positions: Tensor, past: tuple[Tensor, Tensor] | None = None
+        self,
+        decoder: nn.Module,
+        sequences: Tensor,
+        positions: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+        wants_heads: bool = False,
     ) -> None:
         """`past`: the tokens that each is scored with, as sequences and positions, (n, K) each or broadcasting to it.
 
-        By default all tokens of its sequence.
+        By default all tokens of its sequence. `wants_heads`: in passes that call the output projection as a module,
+        which fairseq's fused attention does not.
         """
         self.modules = attention_modules(decoder)
         self.sequences = sequences  # (n,)
         self.positions = positions  # (n,)
         self.past = past
+        self.wants_heads = wants_heads
         self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
         self._projected: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._heads: dict[nn.Module, Tensor] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> "AttentionProbe":
         for module in self.modules:
             self._open.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
             self._open.enter_context(listening(module, partial(self._listen, module)))
+            if self.wants_heads:
+                hook = partial(self._look_at_heads, module)
+                self._open.enter_context(module.out_proj.register_forward_pre_hook(hook))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -119,7 +131,9 @@ class AttentionProbe:
     def record(self) -> AttentionRecord:
         """The last forward pass, layers stacked."""
         per_layer = [self._seen[module] for module in self.modules]
-        return AttentionRecord(*(torch.stack(layers, dim=1) for layers in zip(*per_layer, strict=True)))
+        heads = torch.stack([self._heads[module] for module in self.modules], dim=1) if self.wants_heads else None
+        output, query, scores = (torch.stack(layers, dim=1) for layers in zip(*per_layer, strict=True))
+        return AttentionRecord(output, query, scores, heads)
 
     def _look(self, module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], result: tuple[Any, ...]) -> None:
         x = _input(args, kwargs)  # (T, B, d)
@@ -136,6 +150,12 @@ class AttentionProbe:
             scores = torch.einsum("nhd,nkhd->nhk", query, keys[sequences, :, positions])
             query = query.flatten(1)
         self._seen[module] = (output, query, scores)
+
+    def _look_at_heads(self, module: Attention, projection: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # The attention of fairseq lays out (T, B, H * D), that of transformers (B, T, H * D).
+        by_time = isinstance(module, MultiheadAttention | RuledAttention)
+        place = (self.positions, self.sequences) if by_time else (self.sequences, self.positions)
+        self._heads[module] = args[0][place].unflatten(1, (module.num_heads, -1))
 
     def _listen(self, module: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._projected[module] = query, key

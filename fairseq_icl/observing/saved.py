@@ -21,7 +21,15 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 from fairseq_icl.observing.observation import AT_ONCE, Gathering, Observation
 
-ACTIVATIONS = ("attention_output", "attention_row", "query_vector", "context_row", "depth_scores", "top_logprobs")
+ACTIVATIONS = (
+    "attention_output",
+    "attention_row",
+    "query_vector",
+    "head_output",
+    "context_row",
+    "depth_scores",
+    "top_logprobs",
+)
 PRECISIONS = {"half": torch.float16, "single": torch.float32}
 FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"

@@ -27,6 +27,8 @@ OWN = "fairseq_icl."
 STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 3}
 """The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
 when); what was computed with another version is then computed again."""
+LATER = ("head_outputs",)
+"""Settings that came after results were stored, and at their default change nothing of them."""
 OBSERVING = ("prompts", "weights", "observing")
 PASSED = {"zsl": OBSERVING, "icl": OBSERVING, "ft": (*OBSERVING, "training"), "cell": tuple(STAGES)}
 """The stages that an observation, or a whole cell, passes."""
@@ -120,16 +122,16 @@ class Keys:
             if kind not in ("zsl", "icl"):
                 methods = {cell.method, *get_method(cell.method).trained, described.settings.layer_clip_value}
                 prints["methods"] = [_described(get_method(name)) for name in method_names() if name in methods]
-            self._keys[cell, kind] = _hash(described.configuration(), prints)
+            self._keys[cell, kind] = _hash(described.configuration() | {"settings": _told(described.settings)}, prints)
         return self._keys[cell, kind]
 
     def of_prompts(self, cell: Cell) -> str:
         """Key of its prompts."""
-        return "prompts-" + _hash(cell.prompts_key()[0], asdict(cell.prompts_key()[1]), self.prints(cell))
+        return "prompts-" + _hash(cell.prompts_key()[0], _told(cell.prompts_key()[1]), self.prints(cell))
 
     def of_model(self, cell: Cell) -> str:
         """Key of its model before fine-tuning."""
-        return "model-" + _hash(asdict(cell.model_key()), self.prints(cell))
+        return "model-" + _hash(_told(cell.model_key()), self.prints(cell))
 
     def prints(self, cell: Cell, kind: str = "cell") -> dict[str, str]:
         """What a result depends on besides its settings: the files of model and data, and the versions of stages."""
@@ -138,6 +140,12 @@ class Keys:
         stages = ", ".join(f"{stage} {STAGES[stage]}" for stage in PASSED[kind])
         prints = {"model": self.files.sha256, "dictionary": dictionary, "data": data_hash(self.data, cell.spec)}
         return prints | named | {"bpe": str(self.files.bpe), "stages": stages}
+
+
+def _told(settings: Settings) -> dict[str, Any]:
+    """Settings as keys have them: one of `LATER` is not among them at its default, so results from before stay."""
+    told = asdict(settings)
+    return {name: value for name, value in told.items() if name not in LATER or value != SETTINGS[name].default}
 
 
 def _described(method: Method) -> dict[str, Any]:

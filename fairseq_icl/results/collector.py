@@ -6,7 +6,8 @@ not finite because training diverged, or nothing but such cosines). `labels_ft` 
 gives: where it is 1, RPA and Rec2FTP are ICL's alone.
 
 Beside every cosine NAME of two measured vectors stands `length_ratio_NAME`: their mean lengths over examples, the
-second's (FT's) divided by the first's (ICL's). It has means only, no rows for single examples.
+second's (FT's) divided by the first's (ICL's). It has means only, no rows for single examples. So it is with the heads
+of a metric that has values by head, NAME_0, NAME_1, ...; NAME is their mean.
 """
 
 import logging
@@ -35,6 +36,7 @@ from fairseq_icl.metrics import (
 )
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
+from fairseq_icl.metrics.vectors import mean_over_heads
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ece, bootstrap_ratio, resampling_counts
@@ -197,6 +199,7 @@ class Seen:
 
     metrics: dict[str, Series] = field(default_factory=dict)
     lengths: dict[str, Series] = field(default_factory=dict)
+    heads: dict[str, Series] = field(default_factory=dict)
     labels: dict[str, Series] = field(default_factory=dict)
     sets: dict[str, Series] = field(default_factory=dict)
 
@@ -262,6 +265,10 @@ class Collector:
                     continue
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
                 seen = extras["attention"].example if "attention" in metric.needs else example
+                if isinstance(outcome, Similarity) and outcome.value.ndim == 3:  # (n, layers, heads)
+                    for head, values in enumerate(outcome.value.unbind(2)):
+                        self.seen.heads.setdefault(f"{name}_{head}", Series(name)).append(seen, values)
+                    outcome = mean_over_heads(outcome)
                 self.seen.metrics.setdefault(name, Series(name)).append(seen, outcome)
                 if isinstance(outcome, Similarity) and outcome.lengths is not None:
                     # A quotient of sums; an example whose lengths are not finite takes no part.
@@ -295,6 +302,8 @@ class Collector:
         for name in self.metrics:
             if name in self.seen.metrics:
                 self._add_metric(rows, name, self.seen.metrics[name])
+        for name, series in self.seen.heads.items():
+            self._add_means(rows, name, series, np.ones(len(series.joined().examples), dtype=bool))
         for name, series in self.seen.labels.items():
             rows.add_examples(name, series.joined().examples, series.values())
         counts = {name: series.values().sum() for name, series in self.seen.sets.items()}

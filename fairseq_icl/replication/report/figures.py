@@ -192,6 +192,29 @@ def accuracy_by_depth(run: Run, model: str) -> Iterator[Chart]:
         yield Chart(f"accuracy_by_depth_{model}_{init}", title, caption, panels, *DEPTH_AXES)
 
 
+@needs(metrics=["sim_aou_heads"])
+def similarity_of_heads(run: Run, model: str) -> Iterator[Chart]:
+    """Heat maps layer x head: a figure for every init and method, a panel for every dataset."""
+    known = plain(run.layers, model)
+    head = known["metric"].str.extract(r"^sim_aou_heads_(\d+)$")[0]
+    known = known.assign(head=head)[head.notna()].astype({"head": int})
+    if known.empty:
+        return
+    layers, heads = (range(int(known[name].max()) + 1) for name in ("layer", "head"))
+    for (init, method), group in known.groupby(["init", "method"], sort=False):
+        panels = []
+        for dataset, own in group.groupby("dataset", sort=False):
+            grid = own.pivot(index="layer", columns="head", values="mean").astype(float)
+            tags = {"init": str(init), "method": str(method), "dataset": str(dataset)}
+            panels.append(Panel(str(dataset), grid=grid.reindex(index=layers, columns=heads).to_numpy(), tags=tags))
+        caption = (
+            f"{model}, {init}. Cosine of the updates of ICL and of {method} in what each head puts out, before the "
+            "output projection; mean over validation examples and seeds. Layers and heads from 0."
+        )
+        names = (f"heads_{model}_{init}_{method}", f"SimAOU by layer and head of {method} ({init})", caption)
+        yield Chart(*names, panels, "head", "layer", "heat", colour="cosine")
+
+
 @needs(kept=["step_sizes"])
 def step_sizes(run: Run, model: str) -> Iterator[Chart]:
     """The relative size of the plain run's steps by layer: a panel for every dataset, a line an init and method."""
@@ -290,6 +313,7 @@ FIGURES = (
     over_tasks,
     similarities,
     alpha,
+    similarity_of_heads,
     accuracy_by_depth,
     experiments.short_circuits,
     experiments.dynamics,

@@ -241,6 +241,7 @@ function heatColour(share) {
   const place = Math.max(0, Math.min(1, share)) * (CIVIDIS.length - 1), below = Math.min(Math.floor(place), CIVIDIS.length - 2);
   return `rgb(${CIVIDIS[below].map((part, i) => Math.round(part + (CIVIDIS[below + 1][i] - part) * (place - below))).join(",")})`;
 }
+function columnOf(chart) { return chart.x === "head" ? "head" : "step"; }
 function drawHeat(svg, chart, panel) {
   const rows = panel.grid.length, columns = panel.grid[0].length, right = 62;
   const warp = (value) => panel.logarithmic ? Math.log10(value) : value;
@@ -251,7 +252,7 @@ function drawHeat(svg, chart, panel) {
   panel.grid.forEach((line, row) => line.forEach((value, column) => {
     const cell = make(svg, "rect", { x: LEFT + column * w, y: HEIGHT - BOTTOM - (row + 1) * h, width: w + 0.3, height: h + 0.3, class: "cell" });
     cell.setAttribute("fill", value === null || (panel.logarithmic && value <= 0) ? "var(--ground)" : heatColour((warp(value) - low) / span));
-    cell.dataset.tip = `layer ${row}, step ${column}: ${shown(value)}`;
+    cell.dataset.tip = `layer ${row}, ${columnOf(chart)} ${column}: ${shown(value)}`;
   }));
   svg.addEventListener("pointermove", (event) => { if (event.target.dataset.tip) { showTip(event, event.target.dataset.tip); } else { hideTip(); } });
   svg.addEventListener("pointerleave", hideTip);
@@ -309,7 +310,7 @@ function chartCsv(chart) {
     const safe = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
     return /[",\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
-  const lines = [chart.kind === "heat" ? ["panel", "layer", "step", "value"] : ["panel", "series", "x", "y", "sd"]];
+  const lines = [chart.kind === "heat" ? ["panel", "layer", columnOf(chart), "value"] : ["panel", "series", "x", "y", "sd"]];
   for (const panel of chart.panels) {
     if (panel.grid) { panel.grid.forEach((row, i) => row.forEach((value, j) => lines.push([panel.title, i, j, value]))); }
     for (const one of panel.series || []) {
