@@ -6,6 +6,7 @@
 Every number of the package that is read off a model passes through `Observer`.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -36,6 +37,8 @@ from fairseq_icl.observing.probe import AttentionProbe, AttentionRecord, attenti
 from fairseq_icl.prompts import Tokens
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.prompts.encoding import Query, finetuning_sequence
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Observation", "Observer", "observe"]
 
@@ -167,6 +170,8 @@ class Observer:
             moved = isinstance(self.model.lm, LinearizedLM) and not at_base
             if moved or not supports_prefix(decoder):
                 self._shares = False
+                if self.prompts.settings.head_outputs == "recorded":
+                    logger.warning("head_outputs: this model does not show its heads; sim_aou_heads is left out")
             else:
                 with torch.no_grad():
                     self._stem = self.model.evaluate(
@@ -196,11 +201,7 @@ class Observer:
         model, decoder = self.model, self.model.lm.decoder
         layout = lay_out(queries, self.prompts.settings.position)
         wants_heads = self.prompts.settings.head_outputs == "recorded"
-        if self.stem is None:
-            if wants_heads:
-                raise UserError(
-                    "head_outputs=recorded: this model's attention does not hand over its heads; leave it out"
-                )
+        if self.stem is None:  # heads do not show there
             run = _whole_prompt(decoder, layout, self.context, self.context_row, self.by_depth, model.edit)
         else:
             rest = layout.after(self.opening)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fairseq_icl as fi
-from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.attention_outputs import sim_aou_heads
+from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observing import Observation, Observer
+from fairseq_icl.observing import Observation
 from fairseq_icl.observing.probe import attention_modules
 from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.results.collector import compare
@@ -84,6 +84,11 @@ def table_has_heads(seen: Observation) -> bool:
     return "zero_updates_sim_aou_heads" in set(compare(PROMPTS, seen, seen, seen)["metric"])
 
 
-def test_a_pass_that_does_not_show_heads_says_so():
-    with pytest.raises(UserError, match=r"^head_outputs=recorded: "):
-        Observer(as_model(tiny_model()), PROMPTS, whole_prompt=True)(QUERIES)
+def test_a_linearized_model_shows_no_heads_and_the_metric_is_left_out(caplog: pytest.LogCaptureFixture):
+    lm = LinearizedLM.around(tiny_model())
+    moved = as_model(lm).under({name: torch.full_like(lm.get_parameter(name), 0.1) for name in lm.trained_names})
+    base, tuned = fi.observe(as_model(tiny_model()), PROMPTS), fi.observe(moved, PROMPTS)
+    assert base.head_output is not None
+    assert tuned.head_output is None
+    assert "sim_aou_heads is left out" in caplog.text
+    assert "zero_updates_sim_aou_heads" not in set(compare(PROMPTS, base, base, tuned)["metric"])
