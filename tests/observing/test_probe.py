@@ -74,7 +74,7 @@ def test_dual_numbers_pass_through() -> None:
         module.k_proj._parameters["weight"] = key_weight
         with AttentionProbe(model.decoder, SEQUENCES, POSITIONS) as probe:
             model.decoder(TOKENS)
-        return tuple(probe.record())
+        return probe.record()[:3]  # no heads were asked for
 
     step = 3e-3  # fairseq computes gelu in single precision, which a smaller step would show
     above, below = seen_with(weight + step * direction), seen_with(weight - step * direction)
