@@ -256,9 +256,10 @@ class Settings:
         None,
         "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut; "
         "shallow_gd: layers that have a function; vectors: the one they are put at (default: chosen on train rows). "
-        "Counted from 0: one (3), a range (0-11) or from one up (2-)",
+        "Counted from 0: one (3), a range (0-11), from one up (2-), or similar (the range whose heads the method moves "
+        "most as ICL does, on selection_rows of the train split; it trains twice)",
         (TRAINING,),
-        pattern=r"\s*\d+\s*(-\s*\d*)?\s*",
+        pattern=r"similar|\s*\d+\s*(-\s*\d*)?\s*",
         flag_of=("layer_causal_ce", "short_circuit_ce"),
     )
     shallow: str = setting(
@@ -300,8 +301,8 @@ class Settings:
     )
     selection_rows: int = setting(
         16,
-        "task_vector and function_vector: rows of the train split, none of them demonstrations, on which heads and "
-        "layer are chosen",
+        "task_vector, function_vector and layers=similar: rows of the train split, none of them demonstrations, on "
+        "which heads and layers are chosen",
         (TRAINING,),
         low=1,
         flag_of=(),

@@ -82,7 +82,8 @@ class Cell:
         Two cells with the same result share the observation.
         """
         method = self.method if condition == "ft" else condition
-        of_prompt = (CONTEXT,) if condition == "ft" and get_method(method).reads_prompt else ()
+        sees_prompt = condition == "ft" and (get_method(method).reads_prompt or self.settings.layers == "similar")
+        of_prompt = (CONTEXT,) if sees_prompt else ()
         settings = self.settings.relevant_to((*OBSERVED[condition], *of_prompt))
         if condition == "ft":
             idle = {name: known.default for name, known in OF_TRAINING.items() if not get_method(method).reads(known)}

@@ -162,9 +162,8 @@ class Engine:
         description["rows"] = {split: asdict(record) for split, record in prompts.rows.items()}
         if (method := get_method(cell.method)).trains:
             options = training_options(method, cell.settings, self.files, str(self.data), cell.source or cell.dataset)
-            description["command"] = (
-                None if method.first else training_command(options)
-            )  # no one command has two stages
+            two_stages = method.first or options.get("layers") == "similar"
+            description["command"] = None if two_stages else training_command(options)
             description["learns"] = choose_what_learns(self.base_model(cell, shared_model).lm, cell.settings)
             description["lr_made_for"] = cell.lender or cell.model
         elif method.edit is not None:

@@ -10,7 +10,7 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -31,16 +31,19 @@ from torch import Tensor
 from fairseq_icl.devices import repeatable, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
+from fairseq_icl.metrics.attention_outputs import sim_aou_heads
 from fairseq_icl.models import Model
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.models.state_edits import StateEdit
+from fairseq_icl.observing import observe
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.settings import OF_TRAINING, SETTINGS, Settings, nearest
 from fairseq_icl.training.gradients import gradient_control
 from fairseq_icl.training.methods import Method, check_precision_of, get_method, method_names, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.vectors import train_queries
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,9 @@ def fine_tuned(
         raise UserError("num_demonstrations=0: there is nothing to fine-tune on; give at least 1, or method=none")
     if model.weights is not None or model.edit is not None or isinstance(model.lm, LinearizedLM):
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
+    if chosen.layers == "similar" and how.reads(SETTINGS["layers"]):
+        chosen = dataclasses.replace(chosen, layers=similar_layers(model, prompts, method, chosen, limits))
+        logger.info("method %s: layers %s", method, chosen.layers)
     if how.edit is not None:
         yield _edited(model, prompts, how, chosen)
         return
@@ -116,6 +122,34 @@ def fine_tuned(
         with fine_tuned(model, prompts, limiting.name, **same) as other:
             limits = other.gradients
     yield _train(model, prompts, how, chosen, limits, record_queries, after_demonstration)
+
+
+def similar_layers(
+    model: Model, prompts: Prompts, method: str, settings: Settings, limits: pd.DataFrame | None = None
+) -> str:
+    """The layers, such as 2-4, that move most as ICL moves them when the method learns in all of them.
+
+    A layer's similarity is `sim_aou_heads` on rows of the train split, averaged over rows and heads; those layers next
+    to each other are taken whose similarities have the largest sum.
+    """
+    own = {name: getattr(settings, name) for name in OF_TRAINING} | {"layers": None}
+    rows = train_queries(model, prompts, settings, settings.selection_rows)
+    asked = dataclasses.replace(
+        prompts, queries=rows, settings=dataclasses.replace(prompts.settings, head_outputs="recorded")
+    )
+    with fine_tuned(model, prompts, method, limits=limits, record_queries=False, **own) as tuned:
+        seen = [observe(model, asked), observe(model, asked, in_context=True), observe(tuned, asked)]
+    if any(one.head_output is None for one in seen):
+        raise UserError(f"layers=similar: a model under method {method} does not show its heads; give layers by number")
+    by_layer = sim_aou_heads(*seen).value.nanmean((0, 2)).nan_to_num()  # (L,)
+    return best_stretch(by_layer.tolist())
+
+
+def best_stretch(values: Sequence[float]) -> str:
+    """FIRST-LAST of the values next to each other that have the largest sum: 1-2 of -1, 3, 2, -4."""
+    stretches = [(first, last) for first in range(len(values)) for last in range(first, len(values))]
+    first, last = max(stretches, key=lambda ends: sum(values[ends[0] : ends[1] + 1]))
+    return f"{first}-{last}"
 
 
 @within_memory("learning from the demonstrations")

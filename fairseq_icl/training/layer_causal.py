@@ -91,6 +91,10 @@ def parse_layers(text: str | None, num_layers: int) -> range:
         return range(num_layers)
     match = re.fullmatch(r"\s*(\d+)\s*(?:(-)\s*(\d+)?)?\s*", text)
     if match is None:
+        if text == "similar":
+            raise UserError(
+                "layers=similar: not of this command (but of replicate and fine_tuned); give a range (0-11)"
+            )
         raise UserError(f"layers={text}: not a layer (3), a range (0-11) or a lower end (2-)")
     start, dash, end = match.groups()
     first = int(start)

@@ -103,6 +103,8 @@ class Method:
 
     def reads(self, known: Setting) -> bool:
         """Whether a setting of training can matter to this method: fairseq's own loss knows none of other losses'."""
+        if known.name == "selection_rows" and self.reads(SETTINGS["layers"]):  # layers=similar
+            return True
         if self.edit is not None:
             return known.name in self.edit_reads
         own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
