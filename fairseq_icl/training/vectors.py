@@ -9,8 +9,9 @@
     effect_lh = mean over prompts of  p(label; a_lh in the place of the head's output) - p(label)
 
 with the prompt's demonstrations under labels of which so many are switched that they tell nothing. The layer l is the
-one after which labels of train rows, without demonstrations, are most likely. All of it happens at the last token of an
-input alone: the tokens before it run once, and the last one in as many versions at once as there are layers or heads.
+one after which labels of train rows, without demonstrations, are most likely (a task vector never takes the last, where
+it would give every query the same answer). All of it happens at the last token of an input alone: the tokens before it
+run once, and the last one in as many versions at once as there are layers or heads.
 """
 
 import logging
@@ -158,7 +159,9 @@ def chosen_layer(
         return layers[0]
     edit = EachRowAtItsLayer(vectors, added)
     found = torch.stack(list(label_logprobs(model, prompts.start, queries, edit, len(vectors))))  # (queries, L)
-    return int(found.double().mean(0).argmax())
+    # In the place of the last layer's states a vector gives every query the same answer: no account of any.
+    usable = len(vectors) if added else max(1, len(vectors) - 1)
+    return int(found.double().mean(0)[:usable].argmax())
 
 
 def mean_head_outputs(model: Model, context: Tokens, queries: Sequence[Query]) -> Tensor:

@@ -59,7 +59,7 @@ def test_a_second_signal_does_not_end_in_a_traceback(world, tmp_path):
 def test_a_signal_that_a_library_turns_into_an_error_is_still_a_signal(tmp_path):
     script = """
 import os, signal
-from fairseq_icl import commands
+from fairseq_icl.commands import command_line as commands
 from fairseq_icl.errors import UserError
 def run(words):
     try:
@@ -76,7 +76,7 @@ commands.main(["report"])
 def test_a_signal_that_comes_inside_a_callback_is_not_lost():
     script = """
 import os, signal, time, weakref
-from fairseq_icl import commands
+from fairseq_icl.commands import command_line as commands
 class Thing: pass
 def run(words):
     thing = Thing()

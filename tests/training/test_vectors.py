@@ -16,6 +16,8 @@ from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.prompts.encoding import Query
 from fairseq_icl.training.vectors import (
     AtLayer,
+    EachRowAtItsLayer,
+    chosen_layer,
     context_that_tells_nothing,
     indirect_effects,
     label_logprobs,
@@ -178,9 +180,22 @@ def test_the_layer_is_the_one_that_makes_labels_of_train_rows_likeliest(demo: tu
         with fi.fine_tuned(model, prompts, method, selection_rows=5, layers=str(layer)) as tuned:
             asked = fi.observe(tuned, replace(prompts, queries=rows))
         likely.append(float(asked.option_logprobs.gather(1, asked.gold[:, None]).mean()))
-    assert chosen == max(range(len(likely)), key=likely.__getitem__)
+    usable = len(likely) - (method == "task_vector")
+    assert chosen == max(range(usable), key=likely.__getitem__)
     assert seen.method == method
     assert not torch.equal(seen.option_logprobs, fi.observe(model, prompts).option_logprobs)
+
+
+def test_a_state_is_not_replaced_after_the_last_layer_where_all_queries_would_get_one_answer(demo):
+    model, prompts = demo
+    rows = [query for query in train_queries(model, prompts, prompts.settings, 8) if query.gold == 0]
+    vectors = torch.zeros(len(model.lm.decoder.layers), model.lm.decoder.embed_dim)
+    vectors[-1] = model.lm.decoder.output_projection.weight[rows[0].labels[0][0]]  # names the label of all these rows
+    edit = EachRowAtItsLayer(vectors, added=False)
+    likely = torch.stack(list(label_logprobs(model, prompts.start, rows, edit, len(vectors)))).mean(0)
+    assert int(likely.argmax()) == len(vectors) - 1
+    chosen = chosen_layer(model, prompts, prompts.settings, rows, vectors, added=False)
+    assert chosen == int(likely[:-1].argmax())
 
 
 def test_an_added_vector_of_zero_is_zero_shot_to_the_bit(demo: tuple[Model, Prompts]):
