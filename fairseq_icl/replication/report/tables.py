@@ -344,7 +344,10 @@ def overview(run: Run, model: str) -> Table:
     planned = run.planned[(run.planned["model"] == model) & run.planned["finished"]]
     counts = [f"{planned[x].nunique()} {x}{'s' * (planned[x].nunique() != 1)}" for x in ("dataset", "seed")]
     title = f"{model}: means over {' and '.join(counts)}"
-    notes = ("Shares between 0 and 1, cosines between -1 and 1. A dash: there is no such number.",)
+    notes = (
+        "Shares between 0 and 1, cosines between -1 and 1 (means over the layers in which both moved: few, and the "
+        "upper ones, for a method that acts on one layer only). A dash: there is no such number.",
+    )
     return Table(f"overview_{model}", title, tuple(titles[i] for i in kept), tuple(shown), 3, notes=notes)
 
 
