@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
         f"\nDone in {time.perf_counter() - start:.0f} s. Open {out / 'report' / 'report.html'} in a browser, then try:"
     )
     print("  fairseq-icl replicate experiment=audit model=demo   # what each difference between code and papers does")
+    print("  fairseq-icl replicate experiment=accounts model=demo dataset=demo_sentiment   # what ICL is nearest to")
     print("  fairseq-icl doctor demo    # what is in the model's folder")
     print(f"  fairseq-icl datasets --data {DEMO_DATA}   # the data")
     return code
