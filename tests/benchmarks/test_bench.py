@@ -4,7 +4,6 @@ How fast it is, is measured by `python -m benchmarks` and not here: the machine 
 """
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,16 +17,8 @@ from benchmarks.training import check_training, measure_training
 from benchmarks.whole import Stopwatch, measure_pipeline
 from fairseq_icl.models import Model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = Shape("test", layers=3, width=128, heads=4, ffn=512, vocabulary=6000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """With one thread the benchmark counts processor time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """How cost grows: the sweeps, their exponents, the table and the picture."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,8 @@ from benchmarks.sweeps import VALIDATION, SweepPoint, by_sweep, exponent, expone
 from fairseq_icl.models import Model
 from fairseq_icl.observing import observe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = Shape("test", layers=4, width=128, heads=4, ffn=512, vocabulary=6000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """With one thread the benchmark counts processor time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
