@@ -20,8 +20,7 @@ from fairseq_icl.files import PACKAGE, write_atomically
 from fairseq_icl.replication import FORMATS, USUAL_FORMATS
 from fairseq_icl.typed import read_json
 
-TOLD = "told.json"
-"""Beside the report: what was said of it, and of which state of the results it is."""
+TOLD = "told.json"  # beside the report: what was said of it, and of which state of the results it is
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +59,13 @@ def report(
     folders = [folders] if isinstance(folders, Path) else list(folders)
     target = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
     state = _state(folders, target, formats)
-    told = _told_before(target, state, formats) or _make(folders, target, formats)
+    try:  # what was said of the report that lies there, if it is of this state and whole
+        told = read_json(target / TOLD)
+        is_made = told["state"] == state and all((target / f"report.{name}").is_file() for name in formats)
+        told = {name: told[name] for name in ("tables", "warnings", "last")} if is_made else None
+    except (UserError, KeyError, TypeError):
+        told = None
+    told = told or _make(folders, target, formats)
     write_atomically(target / TOLD, json.dumps({"state": state, **told}))
     if not quiet:
         print(told["tables"], end="\n\n")
@@ -95,13 +100,3 @@ def _state(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> s
             facts = ((name, os.lstat(Path(found, name))) for name in sorted(names) if not name.endswith(".pyc"))
             parts += [(found, name, stat.st_size, stat.st_mtime_ns) for name, stat in facts]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _told_before(target: Path, state: str, formats: tuple[str, ...]) -> dict[str, Any] | None:
-    """What was said of the report that lies there, if it is of this state and whole."""
-    try:
-        told = read_json(target / TOLD)
-        same = told["state"] == state and all((target / f"report.{name}").is_file() for name in formats)
-        return {name: told[name] for name in ("tables", "warnings", "last")} if same else None
-    except (UserError, KeyError, TypeError):
-        return None

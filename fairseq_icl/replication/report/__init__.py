@@ -11,11 +11,10 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
 from fairseq_icl.replication.report.claims import Verdict, summary, verdicts
-from fairseq_icl.replication.report.displacement import displacement_tables
+from fairseq_icl.replication.report.displacement import displacement_tables, steps_tables
 from fairseq_icl.replication.report.experiments import order_tables, stability_tables, trajectory_tables
 from fairseq_icl.replication.report.rates import SEARCHED, rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run, with_data
-from fairseq_icl.replication.report.steps import steps_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, data_tables, overview, paper_tables
 
 if TYPE_CHECKING:

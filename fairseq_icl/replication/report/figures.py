@@ -7,17 +7,15 @@ import numpy as np
 import pandas as pd
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report import experiments, steps
-from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, labelled, lines
-from fairseq_icl.replication.report.displacement import displacement_figures
+from fairseq_icl.replication.report import experiments
+from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, labelled, lines, panels_of
+from fairseq_icl.replication.report.displacement import RATIO, displacement_figures, step_figures
 from fairseq_icl.replication.report.experiments import BY_DEPTH, DEPTH_AXES, PERCENT, SIMILARITIES
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_gradients, authors_runs
 from fairseq_icl.replication.report.rates import rate_figures
-from fairseq_icl.replication.report.run import Run, needs, plain, with_data
-from fairseq_icl.results import LENGTH_RATIO
+from fairseq_icl.replication.report.run import Run, needs, over_seeds, plain, with_data
 
-LINEAR = ("gd",)
-"""Methods whose gradients the second paper shows on a linear scale; layer-causal ones are on a logarithmic one."""
+LINEAR = ("gd",)  # methods whose gradients the second paper shows on a linear scale, all others on a logarithmic one
 BANDS = (
     f" Bands: the authors' own runs ({AUTHORS_MODEL}, 24 layers, fp16), mean ± standard deviation over runs; for a "
     "model of another depth they are stretched over its layers."
@@ -41,17 +39,15 @@ def over_tasks(run: Run, model: str) -> Iterator[Chart]:
     for metric in SIMILARITIES:
         chosen = single[single["metric"] == metric]
         if chosen["dataset"].nunique() > 1:
-            means = chosen.groupby(["init", "method", "layer"], sort=False)["value"].agg(mean="mean", sd="std")
-            series = _with_bands(lines(means.reset_index(), "layer"), metric, list(chosen["dataset"].drop_duplicates()))
+            found = lines(over_seeds(chosen, ["init", "method", "layer"]), "layer")
+            series = _with_bands(found, metric, list(chosen["dataset"].drop_duplicates()))
             panels.append(Panel(shown_as(metric)[0], series))
-    if panels:
-        caption = (
-            f"{model}. Mean over datasets and seeds of the mean over validation examples; error bars: standard "
-            "deviation over datasets and seeds. Layers from 0."
-        )
-        title = "Similarity to ICL by layer, over all datasets"
-        caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
-        yield Chart(f"over_tasks_{model}", title, caption, panels, "layer", "cosine", zero=True)
+    caption = (
+        f"{model}. Mean over datasets and seeds of the mean over validation examples; error bars: standard "
+        "deviation over datasets and seeds. Layers from 0."
+    )
+    title = "Similarity to ICL by layer, over all datasets"
+    yield from _against_layers(f"over_tasks_{model}", title, caption, panels, "cosine")
 
 
 @needs(metrics=SIMILARITIES)
@@ -66,16 +62,14 @@ def alpha(run: Run, model: str) -> Iterator[Chart]:
     """Alpha as bars, one for every dataset (the second paper's figure), and by layer."""
     chosen = plain(run.summary[run.summary["metric"] == "alpha"], model)
     if not chosen.empty:
-        datasets = list(chosen["dataset"].drop_duplicates())
-        places = [datasets.index(dataset) for dataset in chosen["dataset"]]
-        bars = lines(chosen.assign(place=places, label=chosen["init"], method="none"), "place")
+        places, datasets = pd.factorize(chosen["dataset"])
+        panels = [Panel("", lines(chosen.assign(place=places, label=chosen["init"], method="none"), "place"))]
         caption = (
             f"{model}. SimAM_delta between vanilla and layer-causal fine-tuning; error bars: standard deviation over "
             "seeds. The second paper draws about 0.1 to 0.2 for most datasets."
         )
         title = "alpha by dataset: how alike the two ways of fine-tuning are"
-        panels = [Panel("", bars)]
-        yield Chart(f"alpha_bars_{model}", title, caption, panels, "", "alpha", kind="bars", ticks=datasets)
+        yield Chart(f"alpha_bars_{model}", title, caption, panels, "", "alpha", kind="bars", ticks=list(datasets))
     yield from _by_layer(run, model, "alpha", "alpha", "alpha by layer: how alike the two ways of fine-tuning are")
 
 
@@ -83,11 +77,15 @@ def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Itera
     """A metric of the plain runs against the layer."""
     panels = by_dataset(plain(run.layers[run.layers["metric"] == metric], model), "layer")
     panels = [replace(panel, series=_with_bands(panel.series, metric, [panel.title])) for panel in panels]
+    caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
+    shown, unit, _ = shown_as(metric)
+    yield from _against_layers(f"{name}_{model}", title, caption, panels, f"{shown} ({unit})")
+
+
+def _against_layers(name: str, title: str, caption: str, panels: Sequence[Panel], y: str) -> Iterator[Chart]:
     if panels:
-        caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
-        shown, unit, _ = shown_as(metric)
         caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
-        yield Chart(f"{name}_{model}", title, caption, panels, "layer", f"{shown} ({unit})", zero=True)
+        yield Chart(name, title, caption, panels, "layer", y, zero=True)
 
 
 def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> list[Series]:
@@ -103,7 +101,7 @@ def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> l
     for (init, method), own in runs.groupby(["init", "method"]):
         label = f"{method}, {init}"
         if label in [line.label for line in series]:
-            line = own.groupby("layer")["value"].agg(mean="mean", sd="std").reset_index()
+            line = over_seeds(own.sort_values("layer", kind="stable"), ["layer"])
             stretched = line["layer"].astype(float) * depth / (len(line) - 1)
             tags = {"init": init, "method": method} | ({"dataset": datasets[0]} if len(datasets) == 1 else {})
             values = (list(stretched), list(line["mean"]), list(line["sd"]))
@@ -118,9 +116,8 @@ NEEDED = [metric.format(outcome) for metric in PARTS.values() for outcome in ("c
 @needs(metrics=NEEDED)
 def partition(run: Run, model: str) -> Iterator[Chart]:
     """Stacked bars: who changes predictions, split into changes that end right and that end wrong."""
-    counts = plain(run.summary, model).pivot_table(
-        index=["init", "method", "dataset"], columns="metric", values="mean", sort=False
-    )
+    known, index = plain(run.summary, model), ["init", "method", "dataset"]
+    counts = known.pivot_table(index=index, columns="metric", values="mean", sort=False)
     if not {"accuracy_ft", "examples", *NEEDED} <= set(counts):
         return
     counts = counts[counts["accuracy_ft"].notna()].fillna(0.0)
@@ -219,25 +216,20 @@ def similarity_of_heads(run: Run, model: str) -> Iterator[Chart]:
 def step_sizes(run: Run, model: str) -> Iterator[Chart]:
     """The relative size of the plain run's steps by layer: a panel for every dataset, a line an init and method."""
     known = plain(run.planned[run.planned["key"].isin(run.step_sizes)], model)
-    rows = [
-        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer, "size": np.log10(size)}
-        for cell in known.itertuples()
-        for layer, size in enumerate(run.step_sizes[str(cell.key)].mean(axis=0))
-        if size > 0
-    ]
-    if not rows:
+    sizes = [run.step_sizes[key].mean(axis=0) for key in known["key"]]  # (layers,) of every cell
+    points = known.assign(layer=[range(len(of_cell)) for of_cell in sizes], value=sizes).explode(["layer", "value"])
+    points = points[points["value"] > 0].astype({"value": float})
+    if points.empty:
         return
-    groups = pd.DataFrame(rows).groupby(["dataset", "init", "method", "layer"], sort=False)["size"]
-    panels = by_dataset(groups.agg(mean="mean", sd="std").reset_index(), "layer")
+    points = over_seeds(points.assign(value=np.log10(points["value"])), ["dataset", "init", "method", "layer"])
     caption = (
         f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
         "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 0."
     )
-    title = "How far a step moves the weights, by layer"
+    title, panels = "How far a step moves the weights, by layer", by_dataset(points, "layer")
     yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
 
 
-RATIO = f"{LENGTH_RATIO}sim_aou"
 BY_LENGTH = {"sim_aou_norm": "sim_aou_norm_random_matched", "sim_aou_projected": ""}
 """Metrics to be shown against the length of the update, and what a random update as long has."""
 LENGTHS = np.geomspace(0.05, 20, 40)
@@ -251,17 +243,15 @@ def against_length(run: Run, model: str) -> Iterator[Chart]:
     known = known[(known["init"] == "pretrained") & known["method"].isin(["gd", "lcgd"])]
     table = known.pivot_table(index=["dataset", "method", "layer"], columns="metric", values="mean", sort=False)
     for metric in (metric for metric in BY_LENGTH if {metric, RATIO} <= set(table)):
-        panels, told = [], []
-        for dataset, own in table.groupby(level="dataset", sort=False):
-            series = []
-            for method, line in own.groupby(level="method", sort=False):
-                tags = {"dataset": str(dataset), "method": str(method), "init": "pretrained"}
-                for label, y in ((method, metric), (f"random, as long as {method}'s", BY_LENGTH[metric])):
-                    if y in line:
-                        shown = line[[RATIO, y]].dropna().sort_values(RATIO)
-                        series.append(Series(str(label), list(shown[RATIO]), list(shown[y]), tags=tags))
-            panels.append(Panel(str(dataset), series, tags={"dataset": str(dataset)}))
-            told.append(f"{dataset}: {', '.join(f'{one.label} {at_one(one)}' for one in series)}")
+        series = []
+        for (dataset, method), line in table.groupby(level=["dataset", "method"], sort=False):
+            tags = {"dataset": dataset, "method": method, "init": "pretrained"}
+            for label, y in ((method, metric), (f"random, as long as {method}'s", BY_LENGTH[metric])):
+                if y in line:
+                    shown = line[[RATIO, y]].dropna().sort_values(RATIO)
+                    series.append(Series(label, list(shown[RATIO]), list(shown[y]), tags=tags))
+        panels = panels_of(series)
+        told = [f"{panel.title}: {', '.join(f'{x.label} {at_one(x)}' for x in panel.series)}" for panel in panels]
         name = shown_as(metric)[0]
         caption = (
             f"{model}. A point is a layer (mean over seeds). 1: FT moves the attention output as far as ICL does."
@@ -319,7 +309,7 @@ FIGURES = (
     experiments.dynamics,
     experiments.accuracy_by_order,
     step_sizes,
-    steps.step_figures,
+    step_figures,
     partition,
     gradient_norms,
     experiments.clipping,

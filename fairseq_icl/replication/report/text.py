@@ -12,25 +12,19 @@ from fairseq_icl.replication.report.claims import LEVEL, NO_DATA, Effect, Verdic
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
 
-OURS, DIFFERENCE, REPEATS = "ours", "difference", "their repeats"
-MISSING = "missing"
-UNDEFINED = "0/0"
-NOT_PLANNED = "–"
-NEGATIVE = re.compile(r"-\d+(\.\d+)?")
+OURS, INTERVAL, RATIO, DIFFERENCE, REPEATS = "ours", "95 % interval", "length ratio", "difference", "their repeats"
+AUTHORS = {precision: f"authors' runs, {precision}" for precision in ("fp16", "fp32")}
+MISSING, UNDEFINED, NOT_PLANNED = "missing", "0/0", "–"
+NEGATIVE = re.compile(r"-\d+(\.\d+)?(e[+-]\d+)?|-inf")
 SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
 
 
-INTERVAL, RATIO = "95 % interval", "length ratio"
-AUTHORS = {precision: f"authors' runs, {precision}" for precision in ("fp16", "fp32")}
-
-
 class Line(NamedTuple):
-    """One line of a row of a table: all numbers of one kind."""
+    """One line of a row of a table: all numbers of one kind. Only a row's first line has its label."""
 
     label: str
-    """Of the row, on its first line; then empty."""
     kind: str
     cells: list[str]
     entries: tuple[Entry, ...]
@@ -101,8 +95,8 @@ def sheet(table: Sheet | Table, *, intervals: bool = True) -> Sheet:
     return Sheet(table.name, table.title, [[*[""] * names, *table.columns], *lines], [*notes, *table.notes], names)
 
 
-OWN = ["here", "effect", "control", "why", "all claims together"]
-VERDICT_HEAD = ["claim", "source", *OWN, "authors' runs", "their effect", "their why"]
+VERDICT_HEAD = ["claim", "source", "here", "effect", "control", "why", "all claims together"]
+VERDICT_HEAD += ["authors' runs", "their effect", "their why"]
 VERDICT_NOTES = [
     "Effect: what the claim is about, where it is decided (on average over the datasets, or at the least clear of the "
     "places that the claim needs), with the interval that decides: over draws of demonstrations and examples, 95 % or, "
@@ -140,11 +134,10 @@ def decided_by(verdict: Verdict) -> str:
     return f"{effect_text(verdict.judged, verdict.judged_at)} {'in' if place.startswith('layer ') else 'on'} {place}"
 
 
-def plain(table: Sheet | Table) -> str:
-    """The table for a terminal; of numbers without intervals."""
+def plain(table: Table) -> str:
+    """The table for a terminal, without intervals."""
     shown = sheet(table, intervals=False)
-    notes = table.notes if isinstance(table, Table) else []
-    return "\n".join([shown.title, text_table(shown.lines, names=shown.names), *notes])
+    return "\n".join([shown.title, text_table(shown.lines, names=shown.names), *table.notes])
 
 
 def plain_verdicts(verdicts: Sequence[Verdict]) -> str:
@@ -159,10 +152,8 @@ def plain_verdicts(verdicts: Sequence[Verdict]) -> str:
 def markdown(table: Sheet | Table) -> str:
     """The table in Markdown."""
     shown = sheet(table)
-    head, *body = shown.lines
-    lines = ["| " + " | ".join(map(marked, head)) + " |"]
-    lines += ["|" + "---|" * shown.names + "---:|" * (len(head) - shown.names)]
-    lines += ["| " + " | ".join(map(marked, line)) + " |" for line in body]
+    lines = ["| " + " | ".join(map(marked, line)) + " |" for line in shown.lines]
+    lines.insert(1, "|" + "---|" * shown.names + "---:|" * (len(shown.lines[0]) - shown.names))
     return "\n".join([f"### {marked(shown.title)}", "", *lines, "", *map(marked, shown.notes), ""])
 
 
@@ -176,13 +167,11 @@ def marked(text: str) -> str:
 def latex(table: Sheet | Table) -> str:
     """The table in LaTeX (booktabs)."""
     shown = sheet(table)
-    head, *body = shown.lines
-    columns = "l" * shown.names + "r" * (len(head) - shown.names)
-    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
-    lines += [" & ".join(escaped(cell) for cell in head) + r" \\", r"\midrule"]
-    lines += [" & ".join(escaped(cell) for cell in line) + r" \\" for line in body]
+    columns = "l" * shown.names + "r" * (len(shown.lines[0]) - shown.names)
+    head, *body = [" & ".join(map(escaped, line)) + r" \\" for line in shown.lines]
+    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"]
     caption = " ".join([f"{shown.title}.", *shown.notes])
-    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
+    lines += [*body, r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
     return "\n".join([*lines, rf"\label{{tab:{file_name(shown.name)}}}", r"\end{table}", ""])
 
 
@@ -200,21 +189,17 @@ def file_name(text: str) -> str:
 
 def comma_separated(tables: Sequence[Table]) -> str:
     """All tables as one CSV, a line for every place."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
     names += ["length_ratio"]
-    authors = [f"authors_{precision}" for precision in AUTHORS]
-    writer.writerow(["table", "row", "column", *names, *authors, "reference", "cells"])
+    lines = [["table", "row", "column", *names, "authors_fp16", "authors_fp32", "reference", "cells"]]
     for table in tables:
         for label, entries in table.rows:
             for column, entry in zip(table.columns, entries, strict=True):
-                values = [_blank(getattr(entry, name)) for name in names]
-                values += [_blank(entry.authors.get(precision, (None,))[0]) for precision in AUTHORS]
-                words = (table.name, label, column, table.reference, " ".join(map(str, entry.keys)))
-                name, label_text, column_text, reference, keys = map(spreadsheet_safe, words)
-                writer.writerow([name, label_text, column_text, *values, reference, keys])
-    return text.getvalue()
+                values = [getattr(entry, name) for name in names]
+                values += [entry.authors.get(precision, (None,))[0] for precision in AUTHORS]
+                told = ["" if x is None else f"{x:.6g}" if isinstance(x, float) else str(x) for x in values]
+                lines.append([table.name, label, column, *told, table.reference, " ".join(map(str, entry.keys))])
+    return csv_of(lines)
 
 
 def csv_of(lines: Sequence[Sequence[str]]) -> str:
@@ -228,7 +213,3 @@ def csv_of(lines: Sequence[Sequence[str]]) -> str:
 def spreadsheet_safe(text: str) -> str:
     """`text` with a quote in front if a spreadsheet would take it for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
-
-
-def _blank(value: object) -> object:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
