@@ -31,8 +31,8 @@ from fairseq_icl.replication.report.published import Claim, Quantity, claims
 from fairseq_icl.replication.report.run import Run
 
 HOLDS, FAILS, OPEN, TOO_FEW, NO_DATA = "holds", "does not hold", "undecided", "too few", "no data"
-WANTS = {"too few": "cases", "examples": "examples", "close to call": "a clear effect"}
-"""What a claim is open for want of, by words of the reason; else seeds."""
+WANTS = {"too few": "cases", "examples": "examples", "close to call": "a clear effect", "": "seeds"}
+"""What a claim is open for want of, by words of the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,14 @@ class Verdict:
 
     claim: Claim
     status: str
-    reason: str
-    """Why, and if it is undecided, what would decide it."""
+    reason: str  # why, and if it is undecided, what would decide it
     average: Effect | None = None
-    places: tuple[tuple[Effect, str], ...] = ()
-    """Every place with its own outcome."""
-    judged: Effect | None = None
-    """The effect that decides: on average, or at the least clear of the places that are needed."""
-    judged_at: float = LEVEL
-    """The level at which it is asked."""
-    control: Effect | None = None
-    """The same of what means nothing, where the claim names it."""
-    level: float = 1.0
-    """The strictest level at which it would still be decided."""
-    corrected: str = ""
-    """What is left of it when all claims of the page are taken together (Holm)."""
+    places: tuple[tuple[Effect, str], ...] = ()  # every place with its own outcome
+    judged: Effect | None = None  # the one that decides: on average, or at the least clear of the places needed
+    judged_at: float = LEVEL  # the level at which it is asked
+    control: Effect | None = None  # the same of what means nothing, where the claim names it
+    level: float = 1.0  # the strictest level at which it would still be decided
+    corrected: str = ""  # what is left of it when all claims of the page are taken together (Holm)
 
 
 def verdicts(run: Run, model: str) -> list[Verdict]:
@@ -133,7 +126,7 @@ def summary(model: str, found: Collection[Verdict]) -> str:
     """One sentence: how many claims hold on this model, how many are open and for want of what."""
     counts = {status: sum(verdict.status == status for verdict in found) for status in (HOLDS, FAILS, NO_DATA)}
     opened = [verdict.reason for verdict in found if verdict.status in (OPEN, TOO_FEW)]
-    wants = [next((want for sign, want in WANTS.items() if sign in reason), "seeds") for reason in opened]
+    wants = [next(want for sign, want in WANTS.items() if sign in reason) for reason in opened]
     told = ", ".join(f"{wants.count(want)} for want of {want}" for want in dict.fromkeys(wants))
     lost = sum(verdict.corrected != verdict.status for verdict in found)
     taken = f"; taken all together, {lost} of these verdicts would be open too" if lost else ""
@@ -163,12 +156,10 @@ def _samples(claim: Claim, quantity: Quantity, evidence: Evidence) -> dict[str, 
 
 def _effects(quantity: Quantity, samples: dict[str, list[Sample]], layers: list[int]) -> list[Effect]:
     """The effects of a quantity on every dataset, over some layers or (none named) over all."""
-    metrics = [term.metric for term in quantity.terms]
-    chosen = {
-        dataset: [replace(term, values=term.values[..., layers]) for term in terms] if layers else terms
-        for dataset, terms in samples.items()
-    }
-    found = (effect_of(terms, metrics, dataset) for dataset, terms in chosen.items())
+    metrics, found = [term.metric for term in quantity.terms], []
+    for dataset, terms in samples.items():
+        chosen = [replace(term, values=term.values[..., layers]) for term in terms] if layers else terms
+        found.append(effect_of(chosen, metrics, dataset))
     return [effect for effect in found if effect is not None]
 
 

@@ -114,7 +114,7 @@ def sweeps(run: Run, model: str) -> pd.DataFrame:
         return pd.DataFrame(columns=[*place, "by", "label", "size", RATIO, *COSINES])
     settings = [run.settings[key] for key in table["key"]]
     table["by"] = ["lr" if said.get(SIZE) is None else SIZE for said in settings]
-    table["size"] = [said[name] for said, name in zip(settings, table["by"], strict=True)]
+    table["size"] = [said.get(name) for said, name in zip(settings, table["by"], strict=True)]
     table["label"] = [
         ", ".join([method, *[init] * (init != "pretrained"), *["equal steps"] * (by != "lr")])
         for init, method, by in table[LINE[1:]].to_numpy()

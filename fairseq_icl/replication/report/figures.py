@@ -101,7 +101,7 @@ def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> l
     for (init, method), own in runs.groupby(["init", "method"]):
         label = f"{method}, {init}"
         if label in [line.label for line in series]:
-            line = over_seeds(own.sort_values("layer", kind="stable"), ["layer"])
+            line = over_seeds(own, ["layer"]).sort_values("layer")
             stretched = line["layer"].astype(float) * depth / (len(line) - 1)
             tags = {"init": init, "method": method} | ({"dataset": datasets[0]} if len(datasets) == 1 else {})
             values = (list(stretched), list(line["mean"]), list(line["sd"]))
