@@ -12,6 +12,7 @@ import os
 import sys
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,11 @@ def report(
     folders = [folders] if isinstance(folders, Path) else list(folders)
     target = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
     state = _state(folders, target, formats)
-    try:  # what was said of the report that lies there, if it is of this state and whole
-        told = read_json(target / TOLD)
-        is_made = told["state"] == state and all((target / f"report.{name}").is_file() for name in formats)
-        told = {name: told[name] for name in ("tables", "warnings", "last")} if is_made else None
-    except (UserError, KeyError, TypeError):
-        told = None
+    told: dict[str, Any] = {}
+    with suppress(UserError, KeyError, TypeError):  # what was said of a report that lies there
+        before = read_json(target / TOLD)
+        if before["state"] == state and all((target / f"report.{name}").is_file() for name in formats):
+            told = {name: before[name] for name in ("tables", "warnings", "last")}
     told = told or _make(folders, target, formats)
     write_atomically(target / TOLD, json.dumps({"state": state, **told}))
     if not quiet:
@@ -86,9 +86,9 @@ def _make(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> di
     run = runs[0] if len(runs) == 1 else side_by_side(runs)
     contents = Contents.of(run)
     written = write_report(contents, target, formats)
-    finished = int(run.planned["finished"].sum())
-    missing = f", {len(run.missing)} missing" if len(run.missing) else ""
-    last = f"{finished} of {len(run.planned)} cells finished{missing}; report: {next(iter(written.values()))}"
+    planned, missing = len(run.planned), len(run.missing)
+    told = f"{planned - missing} of {planned} cells finished{f', {missing} missing' if missing else ''}"
+    last = f"{told}; report: {next(iter(written.values()))}"
     return {"tables": contents.plain(), "warnings": run.warnings, "last": last}
 
 

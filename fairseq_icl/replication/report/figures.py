@@ -298,26 +298,9 @@ def similarity_of_random(length: float) -> np.ndarray:
     return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
 
 
-FIGURES = (
-    experiments.nearest_account,
-    over_tasks,
-    similarities,
-    alpha,
-    similarity_of_heads,
-    accuracy_by_depth,
-    experiments.short_circuits,
-    experiments.dynamics,
-    experiments.accuracy_by_order,
-    step_sizes,
-    step_figures,
-    partition,
-    gradient_norms,
-    experiments.clipping,
-    experiments.accuracy_by_k,
-    rate_figures,
-    displacement_figures,
-    experiments.learning_rates,
-    experiments.switched_labels,
-    against_length,
-    random_updates,
-)
+FIGURES = [experiments.nearest_account, over_tasks, similarities, alpha, similarity_of_heads, accuracy_by_depth]
+FIGURES += [experiments.short_circuits, experiments.dynamics, experiments.accuracy_by_order, step_sizes, step_figures]
+FIGURES += [partition, gradient_norms, experiments.clipping, experiments.accuracy_by_k, rate_figures]
+FIGURES += [displacement_figures, experiments.learning_rates, experiments.switched_labels, against_length]
+FIGURES += [random_updates]
+"""In the order of the page."""

@@ -131,15 +131,13 @@ class Run:
         """For every IDENTITY and metric: mean, sd, runs over seeds, and the mean bootstrap limits low and high."""
         overall = self.values[self.values["layer"].isna()]
         groups = overall.groupby([*IDENTITY, "metric"], sort=False)
-        return groups.agg(
-            mean=("value", "mean"),
-            sd=("value", "std"),
-            least=("value", "min"),
-            runs=("value", "size"),
-            low=("low", "mean"),
-            high=("high", "mean"),
-            keys=("key", list),
-        ).reset_index()
+        of_values = {
+            "mean": ("value", "mean"),
+            "sd": ("value", "std"),
+            "least": ("value", "min"),
+            "runs": ("value", "size"),
+        }
+        return groups.agg(**of_values, low=("low", "mean"), high=("high", "mean"), keys=("key", list)).reset_index()
 
     @cached_property
     def layers(self) -> pd.DataFrame:

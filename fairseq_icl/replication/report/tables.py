@@ -20,8 +20,7 @@ from fairseq_icl.replication.report.run import Run, needs, plain
 from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import READING, nearest
 
-AVERAGE = "average"
-PLAIN = "plain run"
+AVERAGE, PLAIN = "average", "plain run"
 SHARES = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect")
 METRICS = (*SHARES, "sim_aou", "sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after")
 METRICS += ("sim_am_delta", "alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
@@ -155,21 +154,16 @@ def _paper_row(
     figures = row.get("published", {}).get(size, {})
     figure, spread = (dict(zip(published, figures.get(name, []), strict=False)) for name in ("values", "sd"))
     selection = {"variant": "", "init": "pretrained", **row["select"], "model": model}
+    metric, inits = selection.pop("metric"), inits_of(selection["init"])
     planned = set(run.planned.loc[run.planned["model"] == model, "init"])
-    inits = inits_of(selection["init"])
     selection["init"] = next((init for init in inits if init in planned), inits[0])
-    entries = [
-        look_up(
-            run,
-            selection | {"dataset": dataset},
-            scale=scale,
-            **(_authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {}),
-            published=figure.get(dataset),
-            published_sd=spread.get(dataset),
-            doubtful=row.get("doubtful", {}).get(dataset, ""),
-        )
-        for dataset in columns
-    ]
+    entries = []
+    for dataset in columns:
+        place = selection | {"dataset": dataset}
+        about = _authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {}
+        about |= {"published": figure.get(dataset), "published_sd": spread.get(dataset)}
+        about |= {"doubtful": row.get("doubtful", {}).get(dataset, ""), "planned": len(_select(run.planned, place))}
+        entries.append(_measured(_select(run.summary, place), metric, scale, **about))
     # Datasets that the paper's table does not have stand in it, but take no part in an average that is like its own.
     is_whole = columns[: len(published)] == published
     averaged = [entry for entry in entries[: len(published) if is_whole else None] if entry.planned]
@@ -177,10 +171,8 @@ def _paper_row(
     means = [entry.mean for entry in averaged if entry.mean is not None]
     if not means or len(means) < len(averaged):  # once all planned datasets have a number
         return *entries, Entry(published=average)
-    runs = min(entry.runs for entry in averaged)
-    return *entries, Entry(
-        math.fsum(means) / len(means), runs=runs, published=average if len(means) == len(published) else None
-    )
+    average = average if len(means) == len(published) else None
+    return *entries, Entry(math.fsum(means) / len(means), runs=min(entry.runs for entry in averaged), published=average)
 
 
 def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, Any]:
@@ -196,40 +188,21 @@ def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, An
     return {"authors": authors, "repeats": number(repeats, scale)}
 
 
-def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:
-    """The entry of one (model, init, dataset, method, variant, metric)."""
-    metric = selection["metric"]
-    place = {key: value for key, value in selection.items() if key != "metric"}
-    planned, cells = len(_select(run.planned, place)), _select(run.summary, place)
-    found = cells[cells["metric"] == metric]
+def _measured(cells: pd.DataFrame, metric: str, scale: float, **about: Any) -> Entry:
+    """The entry of a metric, given all rows of `run.summary` that are of its cells."""
     groups = cells.groupby("metric")  # a selection may leave the method open
-    counts, labels = groups["mean"].max(), groups["least"].min().get("labels_ft", 2.0)
-    mark = _mark(metric, counts, labels, found.empty)
+    means, labels = groups["mean"].max(), groups["least"].min().get("labels_ft", 2.0)
+    below = bool(means.get(f"zero_updates_{metric}", 0.0) > 0)
+    found = cells[cells["metric"] == metric]
     if found.empty:
-        undefined = cells[cells["metric"] == f"undefined_{metric}"]
-        return Entry(runs=int(undefined["runs"].sum()), planned=planned, mark=mark, **reference)
-    row = found.iloc[0]
-    numbers: dict[str, Any] = {name: number(row[name], scale) for name in ("mean", "sd", "low", "high")}
-    beside = cells.loc[cells["metric"] == f"{LENGTH_RATIO}{metric}", "mean"]
-    return Entry(
-        **numbers,
-        runs=int(row["runs"]),
-        planned=planned,
-        keys=tuple(row["keys"]),
-        mark=mark,
-        length_ratio=None if beside.empty else float(beside.iloc[0]),
-        below_rounding=bool(counts.get(f"zero_updates_{metric}", 0.0) > 0),
-        **reference,
-    )
-
-
-def _mark(metric: str, counts: pd.Series, labels: float, is_missing: bool) -> str:
-    """What to say of a number, given the counts of its cells by name and the fewest labels that one of them gives."""
-    if is_missing:
-        return NO_UPDATE if counts.get(f"zero_updates_{metric}", 0.0) > 0 else ""
-    if counts.get("examples", 2.0) == 1:
-        return ONE_EXAMPLE
-    return ONE_LABEL if labels == 1 and metric in OF_PREDICTIONS else ""
+        undefined = cells.loc[cells["metric"] == f"undefined_{metric}", "runs"].sum()
+        return Entry(runs=int(undefined), mark=NO_UPDATE if below else "", **about)
+    mark = ONE_LABEL if labels == 1 and metric in OF_PREDICTIONS else ""
+    mark = ONE_EXAMPLE if means.get("examples", 2.0) == 1 else mark
+    row, ratio = found.iloc[0], number(groups["mean"].first().get(f"{LENGTH_RATIO}{metric}"))
+    about |= {name: number(row.get(name), scale) for name in ("mean", "sd", "low", "high")}
+    about = {"below_rounding": below, **about, "runs": int(row["runs"]), "keys": tuple(row["keys"])}
+    return Entry(mark=mark, length_ratio=ratio, **about)
 
 
 def _notes_of_marks(rows: Iterable[tuple[str, Sequence[Entry]]]) -> list[str]:
@@ -265,12 +238,18 @@ def comparison_tables(run: Run) -> list[Table]:
             continue
         chosen = _select(run.summary, {"model": model, "init": init, "method": method})
         metrics = [metric for metric in METRICS if metric in set(chosen["metric"])]
-        average = chosen.groupby(["variant", "metric"], sort=False).agg(
-            mean=("mean", "mean"), sd=("sd", "mean"), least=("least", "min"), runs=("runs", "sum"), keys=("keys", "sum")
-        )
+        how = {"mean": "mean", "sd": "mean", "least": "min", "runs": "sum", "keys": "sum"}
+        average = chosen.groupby(["variant", "metric"], sort=False).agg(how).reset_index()
+        plain_means = average[average["variant"] == ""].set_index("metric")["mean"]
         rows, same = [], []
         for variant in variants:
-            entries = [_compared(average, variant, metric) for metric in metrics]
+            own, entries = average[average["variant"] == variant], []
+            for metric in metrics:
+                scale = shown_as(metric)[2]
+                reference = number(plain_means.get(metric), scale) if variant else None
+                is_there = metric in set(own["metric"])
+                about = {"published": reference, "below_rounding": False}
+                entries.append(_measured(own, metric, scale, **about) if is_there else Entry(published=reference))
             differences = {entry.difference for entry in entries} - {None}
             if variant.partition("=")[0] in READING and differences == {0.0}:
                 same.append(variant)  # a reading of the layer-causal loss, say, is none of gd's
@@ -283,25 +262,6 @@ def comparison_tables(run: Run) -> list[Table]:
         name, columns = f"variants_{model}_{init}_{method}", tuple(metrics)
         tables.append(Table(name, title, columns, tuple(rows), 3, reference=PLAIN, notes=tuple(notes)))
     return tables
-
-
-def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
-    """A variant's mean of one metric beside the plain run's; `average` has them by (variant, metric)."""
-    scale = shown_as(metric)[2]
-    reference = number(average["mean"].get(("", metric)), scale) if variant else None
-    if (variant, metric) not in average.index:
-        return Entry(published=reference)
-    row, own = average.loc[(variant, metric)], average.loc[variant]
-    mean, labels = number(row["mean"], scale), own["least"].get("labels_ft", 2.0)
-    return Entry(
-        mean,
-        number(row["sd"], scale),
-        runs=int(row["runs"]),
-        published=reference,
-        keys=tuple(row["keys"]),
-        mark=_mark(metric, own["mean"], labels, mean is None),
-        length_ratio=number(own["mean"].get(f"{LENGTH_RATIO}{metric}")),
-    )
 
 
 OVERVIEW = {"accuracy_{}": "accuracy", "auc_{}": "AUC"}
