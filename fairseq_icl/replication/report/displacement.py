@@ -185,14 +185,10 @@ def displacement_figures(run: Run, model: str) -> Iterator[Chart]:
         points = line.groupby("size").agg(x=(RATIO, "mean"), y=(COSINES[0], "mean"), sd=(COSINES[0], "std"))
         tags = {"dataset": dataset, "init": init, "method": method}
         series.append(Series(line["label"].iloc[0], *(list(points[name]) for name in ("x", "y", "sd")), tags))
-    if series:
-        name = shown_as(COSINES[0])[0]
-        caption = (
-            f"{model}. Every point is a learning rate, or a size of equal steps; at 1 fine-tuning moves the attention "
-            "output as far as ICL does. Error bars: standard deviation over seeds."
-        )
-        title, axes = (
-            f"{name} against how far fine-tuning moves the model",
-            ("length ratio, FT / ICL", f"{name} (cosine)"),
-        )
-        yield Chart(f"displacement_{model}", title, caption, panels_of(series), *axes, scale="log", zero=True)
+    name = shown_as(COSINES[0])[0]
+    caption = (
+        f"{model}. Every point is a learning rate, or a size of equal steps; at 1 fine-tuning moves the attention "
+        "output as far as ICL does. Error bars: standard deviation over seeds."
+    )
+    title, axes = f"{name} against how far fine-tuning moves the model", ("length ratio, FT / ICL", f"{name} (cosine)")
+    yield Chart(f"displacement_{model}", title, caption, panels_of(series), *axes, scale="log", zero=True)

@@ -161,8 +161,6 @@ def accuracy_by_order(run: Run, model: str) -> Iterator[Chart]:
     ordered = ordered_cells(run)
     keys = ordered.loc[ordered["model"] == model, "key"]
     shown = run.values[run.values["key"].isin(keys) & run.values["layer"].isna()]
-    if shown.empty:
-        return
     points = over_seeds(shown, ["dataset", "init", "method", "variant", "metric", "permutation"])
     metrics = {f"accuracy_{side}": name for side, name in SIDES.items()}
     panels = by_dataset(labelled(points, metrics, "permutation"), "permutation", PERCENT)
@@ -177,8 +175,14 @@ SPREAD_COLUMNS = ("mean", "SD over perturbations", "SD over seeds", "half width 
 @needs(differing=["perturbation"])
 def stability_tables(run: Run) -> list[Table]:
     """What moving every weight by one unit in the last place does: a table for every model, init and method."""
+    draws = {key: said.get("perturbation", 0) for key, said in run.settings.items()}
+    others = {key: json.dumps({**said, "perturbation": 0}, sort_keys=True) for key, said in run.settings.items()}
+    overall, same = run.values[run.values["layer"].isna()], ["model", "dataset", "method", "others", "metric"]
+    overall = overall.assign(draw=overall["key"].map(draws), others=overall["key"].map(others))
+    overall = overall.drop_duplicates([*same, "draw"])  # of cells that differ in nothing but the perturbation:
+    perturbed = overall[overall.groupby(same)["draw"].transform("nunique") > 1]
     tables = []
-    for (model, init, method), group in _perturbed(run).groupby(["model", "init", "method"], sort=False):
+    for (model, init, method), group in perturbed.groupby(["model", "init", "method"], sort=False):
         rows, wide = [], []
         for dataset, cells in group.groupby("dataset", sort=False):
             for metric in (metric for metric in METRICS if metric in set(cells["metric"])):
@@ -189,23 +193,11 @@ def stability_tables(run: Run) -> list[Table]:
                 rows.append((f"{dataset}: {metric}", entries_of(numbers, tuple(measured["key"]), shown_as(metric)[2])))
                 wide += [f"{dataset}: {metric}"] * bool(spread > half)
         title = f"Numerical spread of {method} on {model}, {init}: every weight moved by one unit in the last place"
-        told = ["Shares in percent. SDs over perturbations at one seed, and over seeds at one perturbation."]
-        if wide:
-            told.append(f"The numerical spread exceeds the examples' interval in: {', '.join(wide)}.")
+        notes = ["Shares in percent. SDs over perturbations at one seed, and over seeds at one perturbation."]
+        notes += [f"The numerical spread exceeds the examples' interval in: {', '.join(wide)}."] * bool(wide)
         name = f"stability_{model}_{init}_{method}"
-        tables.append(Table(name, title, SPREAD_COLUMNS, tuple(rows), 4, notes=tuple(told)))
+        tables.append(Table(name, title, SPREAD_COLUMNS, tuple(rows), 4, notes=tuple(notes)))
     return tables
-
-
-def _perturbed(run: Run) -> pd.DataFrame:
-    """The means of cells that differ from another in nothing but the perturbation."""
-    overall = run.values[run.values["layer"].isna()]
-    draws = {key: said.get("perturbation", 0) for key, said in run.settings.items()}
-    others = {key: json.dumps({**said, "perturbation": 0}, sort_keys=True) for key, said in run.settings.items()}
-    overall = overall.assign(draw=overall["key"].map(draws), others=overall["key"].map(others))
-    same = ["model", "dataset", "method", "others", "metric"]
-    overall = overall.drop_duplicates([*same, "draw"])
-    return overall[overall.groupby(same)["draw"].transform("nunique") > 1]
 
 
 def pooled(measured: pd.DataFrame, by: list[str]) -> float:
@@ -214,8 +206,8 @@ def pooled(measured: pd.DataFrame, by: list[str]) -> float:
 
 
 STEPS = {"loss_bits": "loss (bits a token, layers added)", "sample_size": "tokens", "gradient_norm": "gradient norm"}
+# The settings of the logged run, besides the authors' reading.
 LOGGED = {"num_demonstrations": 32, "lr": 0.003, "seed": 4, "permutation": 0, "init": "pretrained", "clip_norm": 0.0}
-"""The settings of the logged run, besides the authors' reading."""
 LAYERS = 24
 
 
@@ -242,8 +234,7 @@ def trajectory_tables(run: Run) -> list[Table]:
 
 def _why_not_logged(run: Run, cell: dict[str, Any]) -> str:
     """Why the cell is not the logged run; empty if it is."""
-    settings = run.configurations[cell["key"]]["cell"]["settings"]
-    layers = run.gradients[cell["key"]].shape[1]
+    settings, layers = run.settings[cell["key"]], run.gradients[cell["key"]].shape[1]
     if cell["model"] != AUTHORS_MODEL or layers != LAYERS:
         return f"it is of the {AUTHORS_MODEL} model with {LAYERS} layers, and this is {cell['model']} with {layers}"
     if cell["dataset"] != "subj":
@@ -278,18 +269,14 @@ def clipping(run: Run, model: str) -> Iterator[Chart]:
                 beside = Series(f"authors' runs: {line.label}", *values, None, line.tags, True, line.label)
                 series += [line, beside] if len(said) else [line]
             panels.append(replace(panel, series=series))
-        if panels:
-            name, unit, _ = shown_as(metric)
-            yield Chart(
-                f"clipping_{metric}_{model}",
-                f"{name} against the norm that gradients are clipped to",
-                f"{model}. l2 norm of all layers' gradients together; none: not clipped. Thin lines: the authors' runs "
-                f"({AUTHORS_MODEL}, fp16, one seed).",
-                panels,
-                "clipping norm",
-                f"{name} ({unit})",
-                ticks=[*(f"{norm:g}" for norm in norms), "none"],
-            )
+        name, unit, _ = shown_as(metric)
+        title, axes = f"{name} against the norm that gradients are clipped to", ("clipping norm", f"{name} ({unit})")
+        caption = (
+            f"{model}. l2 norm of all layers' gradients together; none: not clipped. Thin lines: the authors' runs "
+            f"({AUTHORS_MODEL}, fp16, one seed)."
+        )
+        ticks = [*(f"{norm:g}" for norm in norms), "none"]
+        yield Chart(f"clipping_{metric}_{model}", title, caption, panels, *axes, ticks=ticks)
 
 
 @needs(differing=["num_demonstrations"])

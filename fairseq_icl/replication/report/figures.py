@@ -1,6 +1,6 @@
 """The figures. A new one is a function (run, model) -> charts with what it `needs`, added to FIGURES."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,10 +23,10 @@ BANDS = (
 
 
 def all_figures(run: Run) -> Iterator[Chart]:
-    """Every figure that the run has numbers for."""
+    """Every figure that the run has numbers for: one without panels is none."""
     models = run.planned["model"].drop_duplicates()
     for draw in with_data(run, FIGURES):
-        drawn = [chart for model in models for chart in draw(run, model)]
+        drawn = [chart for model in models for chart in draw(run, model) if chart.panels]
         for title in dict.fromkeys(chart.title for chart in drawn):  # the same figure of two models side by side
             yield from (chart for chart in drawn if chart.title == title)
 
@@ -47,14 +47,14 @@ def over_tasks(run: Run, model: str) -> Iterator[Chart]:
         "deviation over datasets and seeds. Layers from 0."
     )
     title = "Similarity to ICL by layer, over all datasets"
-    yield from _against_layers(f"over_tasks_{model}", title, caption, panels, "cosine")
+    yield _against_layers(f"over_tasks_{model}", title, caption, panels, "cosine")
 
 
 @needs(metrics=SIMILARITIES)
 def similarities(run: Run, model: str) -> Iterator[Chart]:
     """Every similarity by layer, a panel for every dataset."""
     for metric in SIMILARITIES:
-        yield from _by_layer(run, model, metric, f"layers_{metric}", f"{shown_as(metric)[0]} to ICL by layer")
+        yield _by_layer(run, model, metric, f"layers_{metric}", f"{shown_as(metric)[0]} to ICL by layer")
 
 
 @needs(metrics=["alpha"])
@@ -70,22 +70,21 @@ def alpha(run: Run, model: str) -> Iterator[Chart]:
         )
         title = "alpha by dataset: how alike the two ways of fine-tuning are"
         yield Chart(f"alpha_bars_{model}", title, caption, panels, "", "alpha", kind="bars", ticks=list(datasets))
-    yield from _by_layer(run, model, "alpha", "alpha", "alpha by layer: how alike the two ways of fine-tuning are")
+    yield _by_layer(run, model, "alpha", "alpha", "alpha by layer: how alike the two ways of fine-tuning are")
 
 
-def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Iterator[Chart]:
+def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Chart:
     """A metric of the plain runs against the layer."""
     panels = by_dataset(plain(run.layers[run.layers["metric"] == metric], model), "layer")
     panels = [replace(panel, series=_with_bands(panel.series, metric, [panel.title])) for panel in panels]
     caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
     shown, unit, _ = shown_as(metric)
-    yield from _against_layers(f"{name}_{model}", title, caption, panels, f"{shown} ({unit})")
+    return _against_layers(f"{name}_{model}", title, caption, panels, f"{shown} ({unit})")
 
 
-def _against_layers(name: str, title: str, caption: str, panels: Sequence[Panel], y: str) -> Iterator[Chart]:
-    if panels:
-        caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
-        yield Chart(name, title, caption, panels, "layer", y, zero=True)
+def _against_layers(name: str, title: str, caption: str, panels: Sequence[Panel], y: str) -> Chart:
+    caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
+    return Chart(name, title, caption, panels, "layer", y, zero=True)
 
 
 def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> list[Series]:
@@ -140,40 +139,39 @@ def partition(run: Run, model: str) -> Iterator[Chart]:
     yield Chart(f"partition_{model}", title, caption, panels, "", "examples (percent)", kind="bars", ticks=datasets)
 
 
-@needs(kept=["gradients", "whole_layers"])
+GRADIENTS = {
+    "gradients": (
+        "Gradient norms",
+        "Gradient of keys and values of each layer at each step, averaged over the scored tokens.",
+    ),
+    "whole_layers": (
+        "Gradient norms of whole layers",
+        "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, summed over "
+        "the scored tokens (docs/protocol.md).",
+    ),
+}
+"""What a run keeps of gradients -> the title and the caption of its heat maps."""
+
+
+@needs(kept=GRADIENTS)
 def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
     """Heat maps layer x step, a panel for every dataset; the first seed. In both norms."""
-    ours = "Gradient of keys and values of each layer at each step, averaged over the scored tokens."
-    theirs = (
-        "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, summed over "
-        "the scored tokens (docs/protocol.md)."
-    )
-    yield from _heat_maps(run, model, run.gradients, "gradients", "Gradient norms", ours)
-    title = "Gradient norms of whole layers"
-    for chart in _heat_maps(run, model, run.whole_layers, "whole_gradients", title, theirs):
-        if chart.name.endswith("_pretrained_lcgd"):
-            tags = {"init": "pretrained", "method": "lcgd", "dataset": "subj"}
-            beside = Panel("subj: the authors' run", grid=authors_gradients().T, logarithmic=True, tags=tags)
-            words = f" The authors' run: {AUTHORS_MODEL}, seed 4, fp16, divided by its loss scale."
-            chart = replace(chart, panels=[*chart.panels, beside], caption=chart.caption + words)
-        yield chart
-
-
-def _heat_maps(
-    run: Run, model: str, grids: Mapping[str, np.ndarray], name: str, title: str, text: str
-) -> Iterator[Chart]:
-    """`grids` have (steps, layers) by the keys of cells."""
-    known = plain(run.planned, model)
-    known = known[known["key"].isin(grids)].drop_duplicates(["init", "method", "dataset"])
-    for (init, method), group in known.groupby(["init", "method"], sort=False):
-        panels = []
-        for cell in group.itertuples():
-            tags = {"init": init, "method": method, "dataset": cell.dataset}
-            grid = grids[cell.key].T  # (layers, steps)
-            panels.append(Panel(cell.dataset, grid=grid, logarithmic=method not in LINEAR, tags=tags))
-        titles = (f"{title} of {method} ({init})", f"{model}, {init}, first seed. {text}")
-        axes = ("demonstration (training step)", "layer", "heat")
-        yield Chart(f"{name}_{model}_{init}_{method}", *titles, panels, *axes, colour="gradient's l2 norm")
+    for kept, (title, text) in GRADIENTS.items():
+        grids, known = getattr(run, kept), plain(run.planned, model)
+        known = known[known["key"].isin(grids)].drop_duplicates(["init", "method", "dataset"])
+        for (init, method), group in known.groupby(["init", "method"], sort=False):
+            panels, caption = [], f"{model}, {init}, first seed. {text}"
+            for cell in group.itertuples():
+                tags = {"init": init, "method": method, "dataset": cell.dataset}
+                grid = grids[cell.key].T  # (layers, steps)
+                panels.append(Panel(cell.dataset, grid=grid, logarithmic=method not in LINEAR, tags=tags))
+            if (kept, init, method) == ("whole_layers", "pretrained", "lcgd"):
+                tags = {"init": init, "method": method, "dataset": "subj"}
+                panels.append(Panel("subj: the authors' run", (), authors_gradients().T, True, tags))
+                caption += f" The authors' run: {AUTHORS_MODEL}, seed 4, fp16, divided by its loss scale."
+            name = f"{kept.replace('layers', 'gradients')}_{model}_{init}_{method}"
+            axes = ("demonstration (training step)", "layer", "heat")
+            yield Chart(name, f"{title} of {method} ({init})", caption, panels, *axes, colour="gradient's l2 norm")
 
 
 @needs(metrics=BY_DEPTH)
@@ -219,8 +217,6 @@ def step_sizes(run: Run, model: str) -> Iterator[Chart]:
     sizes = [run.step_sizes[key].mean(axis=0) for key in known["key"]]  # (layers,) of every cell
     points = known.assign(layer=[range(len(of_cell)) for of_cell in sizes], value=sizes).explode(["layer", "value"])
     points = points[points["value"] > 0].astype({"value": float})
-    if points.empty:
-        return
     points = over_seeds(points.assign(value=np.log10(points["value"])), ["dataset", "init", "method", "layer"])
     caption = (
         f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "

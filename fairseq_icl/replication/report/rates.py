@@ -189,11 +189,9 @@ def rate_figures(run: Run, model: str) -> Iterator[Chart]:
             series.append(Series(choice.method, list(curve.index), *(list(curve[x]) for x in curve), tags))
             if best is not None:
                 series.append(Series(f"{choice.method}, best", [best], [float(curve.loc[best, name])], tags=tags))
-        if series:
-            title = f"Likelihood of {words} against the learning rate"
-            caption = f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds."
-            axes = ("learning rate", "log-likelihood (nats)")
-            yield Chart(f"rates_{name}_{model}", title, caption, panels_of(series), *axes, scale="log")
+        title, axes = f"Likelihood of {words} against the learning rate", ("learning rate", "log-likelihood (nats)")
+        caption = f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds."
+        yield Chart(f"rates_{name}_{model}", title, caption, panels_of(series), *axes, scale="log")
 
 
 def write_model_files(run: Run, folder: Path) -> list[Path]:
