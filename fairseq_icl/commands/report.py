@@ -65,7 +65,18 @@ def report(
         before = read_json(target / TOLD)
         if before["state"] == state and all((target / f"report.{name}").is_file() for name in formats):
             told = {name: before[name] for name in ("tables", "warnings", "last")}
-    told = told or _make(folders, target, formats)
+    if not told:
+        from fairseq_icl.replication.report import Contents, write_report  # pandas, which --help can do without
+        from fairseq_icl.replication.report.run import load_run, side_by_side
+
+        runs = [load_run(folder) for folder in folders]
+        run = runs[0] if len(runs) == 1 else side_by_side(runs)
+        contents = Contents.of(run)
+        written = write_report(contents, target, formats)
+        missing = f", {len(run.missing)} missing" if len(run.missing) else ""
+        finished = f"{len(run.planned) - len(run.missing)} of {len(run.planned)} cells finished{missing}"
+        last = f"{finished}; report: {next(iter(written.values()))}"
+        told = {"tables": contents.plain(), "warnings": run.warnings, "last": last}
     write_atomically(target / TOLD, json.dumps({"state": state, **told}))
     if not quiet:
         print(told["tables"], end="\n\n")
@@ -75,21 +86,6 @@ def report(
     page = target / "report.html"
     if show and not webbrowser.open(page.resolve().as_uri()):
         print(f"no browser could be started; open {page} yourself", file=sys.stderr)
-
-
-def _make(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> dict[str, Any]:
-    """Write the report; returns what is said of it."""
-    from fairseq_icl.replication.report import Contents, write_report  # pandas, which --help can do without
-    from fairseq_icl.replication.report.run import load_run, side_by_side
-
-    runs = [load_run(folder) for folder in folders]
-    run = runs[0] if len(runs) == 1 else side_by_side(runs)
-    contents = Contents.of(run)
-    written = write_report(contents, target, formats)
-    planned, missing = len(run.planned), len(run.missing)
-    told = f"{planned - missing} of {planned} cells finished{f', {missing} missing' if missing else ''}"
-    last = f"{told}; report: {next(iter(written.values()))}"
-    return {"tables": contents.plain(), "warnings": run.warnings, "last": last}
 
 
 def _state(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> str:

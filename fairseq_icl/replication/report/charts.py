@@ -74,10 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 def lines(points: pd.DataFrame, x: str, scale: float = 1.0, **tags: str) -> list[Series]:
-    """A line for every label ("method, init" if there is none), init and method of points with mean and sd.
-
-    A method `none` is no method to toggle.
-    """
+    """A line for every label ("method, init" if there is none), init and method; none of `none` is toggled by it."""
     if "label" not in points:
         points = points.assign(label=[f"{method}, {init}" for method, init in points[["method", "init"]].to_numpy()])
     found = []
@@ -115,23 +112,22 @@ def labelled(points: pd.DataFrame, metrics: Mapping[str, str], x: str) -> pd.Dat
     return pd.concat(parts)
 
 
-def curves(
-    points: pd.DataFrame,
-    model: str,
-    metrics: Mapping[str, str],
-    name: str,
-    title: str,
-    x: tuple[str, str],
-    y: str,
-    scale: str = "linear",
-) -> Iterator[Chart]:
-    """Metrics (with their labels) against a setting (x: its name, and its words), a panel for every dataset.
+AXES = {
+    "num_demonstrations": ("number of demonstrations k", "symlog"),
+    "lr": ("learning rate", "log"),
+    "switch_fraction": ("share of false labels", "linear"),
+    "layer_step_size": ("relative size of every layer's step, |dW| / |W|", "log"),
+}
+"""Setting -> its words and its scale as a horizontal axis."""
 
-    Nothing if the setting never varies.
-    """
+
+def curves(
+    points: pd.DataFrame, model: str, metrics: Mapping[str, str], name: str, title: str, setting: str, y: str
+) -> Iterator[Chart]:
+    """Metrics (with their labels) against a setting, a panel for every dataset; nothing if it never varies."""
     points = points[(points["model"] == model) & points["metric"].isin(metrics)]
-    if len(points) and points.groupby(["dataset", "init", "method"])[x[0]].nunique().max() > 1:
-        _, unit, factor = shown_as(list(metrics)[-1])
-        panels = by_dataset(labelled(points, metrics, x[0]), x[0], factor)
+    if len(points) and points.groupby(["dataset", "init", "method"])[setting].nunique().max() > 1:
+        (x, scale), (_, unit, factor) = AXES[setting], shown_as(list(metrics)[-1])
+        panels = by_dataset(labelled(points, metrics, setting), setting, factor)
         caption = f"{model}. Error bars: standard deviation over seeds."
-        yield Chart(f"{name}_{model}", title, caption, panels, x[1], f"{y} ({unit})", scale=scale)
+        yield Chart(f"{name}_{model}", title, caption, panels, x, f"{y} ({unit})", scale=scale)

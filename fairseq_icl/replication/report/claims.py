@@ -16,17 +16,8 @@ from functools import cache
 
 import numpy as np
 
-from fairseq_icl.replication.report.effects import (
-    LEVEL,
-    AuthorsEvidence,
-    Effect,
-    Evidence,
-    RunEvidence,
-    Sample,
-    average,
-    effect_of,
-    orders_joined,
-)
+from fairseq_icl.replication.report import effects
+from fairseq_icl.replication.report.effects import LEVEL, Effect, Evidence, Sample, average
 from fairseq_icl.replication.report.published import Claim, Quantity, claims
 from fairseq_icl.replication.report.run import Run
 
@@ -54,14 +45,14 @@ class Verdict:
 def verdicts(run: Run, model: str) -> list[Verdict]:
     """Every claim on one model of a run."""
     asked = [quantity for claim in claims() for quantity in (claim, claim.control) if quantity is not None]
-    evidence = RunEvidence(run, model, sorted({term.metric for quantity in asked for term in quantity.terms}))
+    evidence = effects.RunEvidence(run, model, sorted({term.metric for quantity in asked for term in quantity.terms}))
     return corrected([judge(claim, evidence) for claim in claims()])
 
 
 @cache
 def authors_verdicts() -> list[Verdict]:
     """Every claim on the authors' own runs."""
-    evidence = AuthorsEvidence()
+    evidence = effects.AuthorsEvidence()
     return corrected([judge(claim, evidence) for claim in claims()])
 
 
@@ -89,8 +80,8 @@ def judge(claim: Claim, evidence: Evidence) -> Verdict:
     over_all = _effects(claim, samples, layers)
     if not over_all:
         return Verdict(claim, NO_DATA, "its quantity has no value at any seed")
-    by_layer = [(layer, _effects(claim, samples, [layer])) for layer in layers]
-    places = [average(f"layer {layer}", effects) for layer, effects in by_layer if effects] or over_all
+    by_layer = {f"layer {layer}": _effects(claim, samples, [layer]) for layer in layers}
+    places = [average(layer, found) for layer, found in by_layer.items() if found] or over_all
     control = _effects(claim.control, _samples(claim, claim.control, evidence), layers) if claim.control else []
     verdict = decide(claim, places, average("average", over_all))
     return replace(verdict, control=average("control", control) if control else None)
@@ -150,7 +141,7 @@ def _samples(claim: Claim, quantity: Quantity, evidence: Evidence) -> dict[str, 
         defined = np.all([np.isfinite(s.values).any((1, 2)) for s in chosen], axis=0)
         kept = tuple(seed for seed, known in zip(seeds, defined, strict=True) if known)
         if kept:
-            found[dataset] = [orders_joined(Sample(kept, s.examples, s.values[defined])) for s in chosen]
+            found[dataset] = [effects.orders_joined(Sample(kept, s.examples, s.values[defined])) for s in chosen]
     return found
 
 
@@ -159,7 +150,7 @@ def _effects(quantity: Quantity, samples: dict[str, list[Sample]], layers: list[
     metrics, found = [term.metric for term in quantity.terms], []
     for dataset, terms in samples.items():
         chosen = [replace(term, values=term.values[..., layers]) for term in terms] if layers else terms
-        found.append(effect_of(chosen, metrics, dataset))
+        found.append(effects.effect_of(chosen, metrics, dataset))
     return [effect for effect in found if effect is not None]
 
 

@@ -96,8 +96,8 @@ def step_figures(run: Run, model: str) -> Iterator[Chart]:
     """Cosines against the size of equal steps."""
     points = equal_steps(run)
     for metric, name in list(SHOWN.items())[:2]:
-        title, x = f"{name} at steps of equal relative size", (SIZE, "relative size of every layer's step, |dW| / |W|")
-        yield from curves(points, model, {metric: name}, f"steps_{metric}", title, x, name, "log")
+        title = f"{name} at steps of equal relative size"
+        yield from curves(points, model, {metric: name}, f"steps_{metric}", title, SIZE, name)
 
 
 def sweeps(run: Run, model: str) -> pd.DataFrame:
@@ -164,17 +164,15 @@ def displacement_tables(run: Run) -> list[Table]:
             own = line[(line["size"] == rate) if rate is not None else (line["variant"] == "")]
             there = equal[(equal[LINE] == place).all(axis=1)]
             shown = [(own, RATIO), (there, "size"), *((at, name) for name in COSINES for at in (there, own))]
-            entries = [_over_seeds(at[name], tuple((own if at is own else line)["key"])) for at, name in shown]
+            entries = []
+            for at, name in shown:
+                values, keys = at[name].dropna().astype(float), tuple((own if at is own else line)["key"])
+                entries.append(Entry(number(values.mean()), number(values.std()), runs=len(values), keys=keys))
             rows.append((f"{dataset}: {line['label'].iloc[0]}", tuple(entries)))
         if rows:
             title = f"At equal displacement on {model}"
             tables.append(Table(f"displacement_{model}", title, tuple(columns), tuple(rows), 4, notes=notes))
     return tables
-
-
-def _over_seeds(values: pd.Series, keys: tuple[str, ...]) -> Entry:
-    values = values.dropna().astype(float)
-    return Entry(number(values.mean()), number(values.std()), runs=len(values), keys=keys)
 
 
 @needs(metrics=[RATIO], differing=SWEPT)

@@ -151,7 +151,11 @@ def effect_of(samples: Sequence[Sample], metrics: Sequence[str], place: str) -> 
             more = [FURTHER[i] if share else np.full(4, np.nan) for i, share in enumerate(shares)]
             terms = [np.hstack([term, np.tile(m, (len(raw), 1))]) for term, m in zip(terms, more, strict=True)]
         points = _quantity([defined_mean(term, 1) for term in terms])
-        without = _quantity([_without_each(term) for term in terms]).mean(0)  # (N,)
+        means = []
+        for term in terms:  # (S, N): the mean over the examples but one, for every one of them
+            known, filled = np.isfinite(term), np.where(np.isfinite(term), term, 0.0)
+            means.append((filled.sum(1, keepdims=True) - filled) / np.maximum(known.sum(1, keepdims=True) - known, 1))
+        without = _quantity(means).mean(0)  # (N,)
         jackknife = (len(without) - 1) * float(without.var())
         of_examples = Part(jackknife, max(1, min(int(d.sum(1).mean()) for d in defined) - 1))
     variance = float(points.var(ddof=1)) / len(raw) if len(raw) > 1 else 0.0
@@ -161,14 +165,6 @@ def effect_of(samples: Sequence[Sample], metrics: Sequence[str], place: str) -> 
     limits = [(low[0], 1.0), (low[0] - 1.0, 1.0 - low[-1]), (-math.inf, math.inf)][len(shares) - 1]
     of_seeds, value, centre = Part(variance, max(1, len(raw) - 1)), float(raw.mean()), float(points.mean())
     return Effect(place, value, len(raw), len(examples), of_seeds, of_examples, centre, limits, count)
-
-
-def _without_each(term: np.ndarray) -> np.ndarray:
-    """The mean over the examples but one, for every one of them: (S, N) -> (S, N)"""
-    known = np.isfinite(term)
-    filled = np.where(known, term, 0.0)
-    number = known.sum(1, keepdims=True) - known
-    return (filled.sum(1, keepdims=True) - filled) / np.maximum(number, 1)
 
 
 def _quantity(terms: Sequence[np.ndarray]) -> np.ndarray:

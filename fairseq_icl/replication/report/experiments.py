@@ -283,24 +283,24 @@ def clipping(run: Run, model: str) -> Iterator[Chart]:
 def accuracy_by_k(run: Run, model: str) -> Iterator[Chart]:
     """Accuracy of ICL and ZSL against the number of demonstrations."""
     metrics, setting = {"accuracy_icl": "ICL", "accuracy_zsl": "ZSL"}, "num_demonstrations"
-    title, x = "Accuracy against the number of demonstrations", (setting, "number of demonstrations k")
-    yield from curves(run.against(setting), model, metrics, "accuracy_by_k", title, x, "accuracy", "symlog")
+    title = "Accuracy against the number of demonstrations"
+    yield from curves(run.against(setting), model, metrics, "accuracy_by_k", title, setting, "accuracy")
 
 
 @needs(differing=["lr"])
 def learning_rates(run: Run, model: str) -> Iterator[Chart]:
     """Accuracy after fine-tuning and the similarities against the learning rate, a figure each."""
-    points, x = run.against("lr"), ("lr", "learning rate")
+    points = run.against("lr")
     for metric in ("accuracy_ft", *SIMILARITIES):
         word = shown_as(metric)[0]
         name, title = f"learning_rate_{metric}", f"{word} against the learning rate"
-        yield from curves(points, model, {metric: word}, name, title, x, word, "log")
+        yield from curves(points, model, {metric: word}, name, title, "lr", word)
 
 
 @needs(differing=["switch_labels", "switch_fraction"])
 def switched_labels(run: Run, model: str) -> Iterator[Chart]:
     """Accuracies and the similarities against the share of false labels, a figure each for where the labels are."""
-    points, x = run.against("switch_labels", "switch_fraction"), ("switch_fraction", "share of false labels")
+    points = run.against("switch_labels", "switch_fraction")
     none = points[points["switch_labels"] == "none"].assign(switch_fraction=0.0)
     for where, words in SWITCHED.items():
         chosen = pd.concat([none, points[points["switch_labels"] == where]])
@@ -308,4 +308,4 @@ def switched_labels(run: Run, model: str) -> Iterator[Chart]:
             shown = {metric: shown_as(metric)[0] for metric in metrics}
             word = "Accuracy" if len(metrics) > 1 else shown[metrics[0]]
             name, title = f"switched_{where}_{metrics[-1]}", f"{word} against the share of false labels in {words}"
-            yield from curves(chosen, model, shown, name, title, x, word)
+            yield from curves(chosen, model, shown, name, title, "switch_fraction", word)

@@ -88,10 +88,7 @@ def _against_layers(name: str, title: str, caption: str, panels: Sequence[Panel]
 
 
 def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> list[Series]:
-    """The lines, and beside those of the same init and method the authors' runs by layer, mean ± SD over runs.
-
-    A model of another depth has them stretched over its own.
-    """
+    """The lines, and beside those of the same init and method the authors' runs, stretched over the model's depth."""
     depth = max(max(line.x) for line in series)
     runs = authors_runs()
     runs = runs[(runs["metric"] == metric) & runs["layer"].notna() & runs["dataset"].isin(datasets)]
@@ -270,10 +267,16 @@ def random_updates(run: Run, model: str) -> Iterator[Chart]:
     if "sim_aou_norm_random_matched" not in set(run.summary.loc[run.summary["model"] == model, "metric"]):
         return
     exact = (1 - 1 / np.sqrt(1 + LENGTHS**2)) / 2  # metrics/attention_outputs.py derives it
-    drawn = np.array([similarity_of_random(length) for length in LENGTHS[::4]])  # (lengths, draws)
+    random = np.random.default_rng(0).standard_normal((3, DRAWS, WIDTH))
+    state, *updates = random / np.linalg.norm(random, axis=-1, keepdims=True)  # (draws, width) each
+    drawn = []  # (lengths, draws)
+    for length in LENGTHS[::4]:
+        moved = [state + length * update for update in updates]
+        one, other = (there / np.linalg.norm(there, axis=-1, keepdims=True) - state for there in moved)
+        drawn.append((one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1))
     series = [
         Series("updates orthogonal to each other and to the state", list(LENGTHS), list(exact)),
-        Series("drawn", list(LENGTHS[::4]), list(drawn.mean(1)), list(drawn.std(1))),
+        Series("drawn", list(LENGTHS[::4]), list(np.mean(drawn, 1)), list(np.std(drawn, 1))),
         Series("both double the norm of the state", [3**0.5], [0.25]),
     ]
     caption = (
@@ -283,15 +286,6 @@ def random_updates(run: Run, model: str) -> Iterator[Chart]:
     axis = ("length of each update / norm of the state", "SimAOU_norm (cosine)")
     title = "SimAOU_norm of random updates against their length"
     yield Chart(f"random_updates_{model}", title, caption, [Panel("", series)], *axis, scale="log", zero=True)
-
-
-def similarity_of_random(length: float) -> np.ndarray:
-    """SimAOU_norm of pairs of random updates of a length, to a state of length 1: (draws,)"""
-    draw = np.random.default_rng(0).standard_normal((3, DRAWS, WIDTH))
-    state, *updates = draw / np.linalg.norm(draw, axis=-1, keepdims=True)
-    moved = [state + length * update for update in updates]
-    one, other = (there / np.linalg.norm(there, axis=-1, keepdims=True) - state for there in moved)
-    return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
 
 
 FIGURES = [experiments.nearest_account, over_tasks, similarities, alpha, similarity_of_heads, accuracy_by_depth]

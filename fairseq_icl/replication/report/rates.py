@@ -25,6 +25,7 @@ SEARCHED = "queries=train"  # the setting by which cells of a search are known
 LABELS, TEXT = "log_likelihood_ft", "demonstration_log_likelihood_ft"
 """The criterion, and the fine-tuning loss (negated), which counts every token of the demonstration."""
 OUTCOMES = (LABELS, "auc_ft")  # what rounding must not decide
+UNTRIED: dict[str, Any] = {"keys": (), "runs": 0}
 DRAWS = [1, 2]  # perturbations that a rate is tested with, at every seed
 HEADER = """\
 # Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid after which labels
@@ -92,10 +93,7 @@ def half_decade(rate: float, steps: int) -> float:
 
 
 def choose_rates(run: Run, keys: Collection[str] | None = None) -> list[Choice]:
-    """A choice for every model, dataset and method that was tried with several rates, on rows of the train split.
-
-    `keys`: of the cells to go by; all of the run, if not said.
-    """
+    """A choice for every model, dataset and method tried with several rates on train rows, in the cells with `keys`."""
     settings = run.settings
     searched = [key for key, of in settings.items() if of.get("queries") == "train" and of.get("lr") is not None]
     chosen = run.values["key"].isin(searched if keys is None else set(searched) & set(keys))
@@ -148,7 +146,7 @@ def rate_tables(run: Run) -> list[Table]:
     for model in dict.fromkeys(choice.model for choice in choices):
         own = [choice for choice in choices if choice.model == model]
         rates = sorted({rate for choice in own for rate in choice.tried.index})
-        rows = [row for choice in own for row in _rows(choice, rates)]
+        rows = []
         notes = [
             "Log-likelihood of labels given their inputs, on rows that were not trained on; SD over seeds. The best "
             "admitted rate by it is chosen. Text: of all tokens of the row (the fine-tuning loss, negated), and what "
@@ -156,6 +154,14 @@ def rate_tables(run: Run) -> list[Table]:
             "last place, in several draws; a rate is admitted if this, and that of the AUC, is below the SD over seeds."
         ]
         for choice in own:
+            lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
+            for label, (name, best) in {**lines, "rounding": (f"{LABELS} by rounding", None)}.items():
+                known: list[Any] = [choice.tried.loc[x] if x in choice.tried.index else UNTRIED for x in rates]
+                numbers = [(number(at.get(name)), number(at.get(f"{name} sd"))) for at in known]
+                entries = [
+                    Entry(*x, runs=int(at["runs"]), keys=at["keys"]) for x, at in zip(numbers, known, strict=True)
+                ]
+                rows.append((f"{choice.dataset}: {choice.method}, {label}", (*entries, Entry(best))))
             refused = [f"{rate:g}" for rate in choice.tried.index if choice.is_admitted(rate) is False]
             told = [f"not admitted: {', '.join(refused)}"] * bool(refused) + [choice.problem] * bool(choice.problem)
             notes += [f"{choice.dataset}, {choice.method}: {'; '.join(told)}."] * bool(told)
@@ -163,17 +169,6 @@ def rate_tables(run: Run) -> list[Table]:
         title = f"Learning rates for {model}"
         tables.append(Table(f"rates_{model}", title, columns, tuple(rows), 4, notes=tuple(notes)))
     return tables
-
-
-def _rows(choice: Choice, rates: list[float]) -> Iterator[tuple[str, tuple[Entry, ...]]]:
-    lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
-    for label, (name, best) in {**lines, "rounding": (f"{LABELS} by rounding", None)}.items():
-        entries = []
-        for rate in rates:
-            known: Any = choice.tried.loc[rate] if rate in choice.tried.index else {"keys": (), "runs": 0}
-            mean, sd = number(known.get(name)), number(known.get(f"{name} sd"))
-            entries.append(Entry(mean, sd, runs=int(known["runs"]), keys=known["keys"]))
-        yield f"{choice.dataset}: {choice.method}, {label}", (*entries, Entry(best))
 
 
 @needs(settings=[SEARCHED])

@@ -9,13 +9,8 @@ import pandas as pd
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.published import (
-    AUTHORS_MODEL,
-    authors_means,
-    authors_noise,
-    inits_of,
-    published_figures,
-)
+from fairseq_icl.replication.report import published
+from fairseq_icl.replication.report.published import inits_of, published_figures
 from fairseq_icl.replication.report.run import Run, needs, plain
 from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import READING, nearest
@@ -150,9 +145,9 @@ def _paper_row(
     run: Run, table: dict[str, Any], row: dict[str, Any], model: str, size: str, columns: list[str]
 ) -> tuple[Entry, ...]:
     """The entries of one row of a published table, and their average."""
-    published, scale = table["columns"], 100.0 if table.get("percent") else 1.0
+    printed, scale = table["columns"], 100.0 if table.get("percent") else 1.0
     figures = row.get("published", {}).get(size, {})
-    figure, spread = (dict(zip(published, figures.get(name, []), strict=False)) for name in ("values", "sd"))
+    figure, spread = (dict(zip(printed, figures.get(name, []), strict=False)) for name in ("values", "sd"))
     selection = {"variant": "", "init": "pretrained", **row["select"], "model": model}
     metric, inits = selection.pop("metric"), inits_of(selection["init"])
     planned = set(run.planned.loc[run.planned["model"] == model, "init"])
@@ -160,18 +155,18 @@ def _paper_row(
     entries = []
     for dataset in columns:
         place = selection | {"dataset": dataset}
-        about = _authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {}
+        about = _authors(row["select"], dataset, scale) if size == published.AUTHORS_MODEL else {}
         about |= {"published": figure.get(dataset), "published_sd": spread.get(dataset)}
         about |= {"doubtful": row.get("doubtful", {}).get(dataset, ""), "planned": len(_select(run.planned, place))}
         entries.append(_measured(_select(run.summary, place), metric, scale, **about))
     # Datasets that the paper's table does not have stand in it, but take no part in an average that is like its own.
-    is_whole = columns[: len(published)] == published
-    averaged = [entry for entry in entries[: len(published) if is_whole else None] if entry.planned]
+    is_whole = columns[: len(printed)] == printed
+    averaged = [entry for entry in entries[: len(printed) if is_whole else None] if entry.planned]
     average = figures.get("avg") if is_whole else None
     means = [entry.mean for entry in averaged if entry.mean is not None]
     if not means or len(means) < len(averaged):  # once all planned datasets have a number
         return *entries, Entry(published=average)
-    average = average if len(means) == len(published) else None
+    average = average if len(means) == len(printed) else None
     return *entries, Entry(math.fsum(means) / len(means), runs=min(entry.runs for entry in averaged), published=average)
 
 
@@ -181,9 +176,9 @@ def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, An
     clip = float(variant.removeprefix("clip_norm=")) if variant.startswith("clip_norm=") else 0.0
     init = inits_of(select.get("init", "pretrained"))[0]
     place = {x: (select["metric"], select.get("method"), init, clip, dataset, x) for x in ("fp16", "fp32")}
-    known = authors_means() if clip or not variant else {}
+    known = published.authors_means() if clip or not variant else {}
     found = {precision: known[run][:2] for precision, run in place.items() if run in known}
-    repeats = authors_noise().get(place["fp16"], (None,))[0]
+    repeats = published.authors_noise().get(place["fp16"], (None,))[0]
     authors = {precision: (mean * scale, number(sd, scale)) for precision, (mean, sd) in found.items()}
     return {"authors": authors, "repeats": number(repeats, scale)}
 
