@@ -17,6 +17,7 @@ certainty. An interval never leaves the range that the quantity can have.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -194,7 +195,7 @@ class RunEvidence:
             group = self.groups.setdefault((cell.dataset, cell.method, cell.init), {})
             group[int(cell.seed), int(cell.permutation)] = cell.key
         self.run, self.model, self.metrics = run, model, sorted(metrics)
-        self._values: dict[str, dict[str, pd.DataFrame]] = {}
+        self.read = cache(self._read)  # a cell is asked for by many claims
         self._means = dict(list(run.values[run.values["metric"].isin(self.metrics)].groupby("key")))
 
     def sample(self, term: Term, dataset: str) -> Sample | None:
@@ -207,20 +208,19 @@ class RunEvidence:
             return _joined({(int(seed), int(order)): pd.DataFrame([x], [NO_EXAMPLE]) for seed, order, x in known})
         places = [(dataset, term.method, init) for init in inits_of(term.init)]
         keys = next((self.groups[place] for place in places if place in self.groups), {})
-        seeds = {seed: self._read(key).get(term.metric) for seed, key in keys.items()}
+        seeds = {seed: self.read(key).get(term.metric) for seed, key in keys.items()}
         return _joined({seed: values for seed, values in seeds.items() if values is not None})
 
     def _read(self, key: str) -> dict[str, pd.DataFrame]:
         """Metric -> (examples, layers) of one cell."""
-        if key not in self._values:
-            self._values[key] = self.run.cell_folder(self.model, key).values(self.metrics)
-            known = self._means.get(key, self.run.values.iloc[:0])
-            for metric in set(known["metric"]) - set(self._values[key]):  # without examples it still has its mean
-                rows = known[known["metric"] == metric]
-                layered = rows[rows["layer"].notna()].drop_duplicates("layer").sort_values("layer")
-                values = (rows.iloc[:1] if layered.empty else layered)["value"].to_numpy(np.float64)
-                self._values[key][metric] = pd.DataFrame([values], [NO_EXAMPLE])
-        return self._values[key]
+        found = self.run.cell_folder(self.model, key).values(self.metrics)
+        known = self._means.get(key, self.run.values.iloc[:0])
+        for metric in set(known["metric"]) - set(found):  # without examples it still has its mean
+            rows = known[known["metric"] == metric]
+            layered = rows[rows["layer"].notna()].drop_duplicates("layer").sort_values("layer")
+            values = (rows.iloc[:1] if layered.empty else layered)["value"].to_numpy(np.float64)
+            found[metric] = pd.DataFrame([values], [NO_EXAMPLE])
+        return found
 
 
 def orders_joined(sample: Sample) -> Sample:

@@ -16,11 +16,8 @@ from fairseq_icl.replication.report.tables import METRICS, Entry, Table, entries
 
 PERCENT = 100.0
 BY_DEPTH = {"accuracy_by_depth_zsl": "ZSL", "accuracy_by_depth_icl": "ICL", "accuracy_by_depth_ft": "FT"}
-SWITCHED = {
-    "demonstrations": "the prompt's demonstrations",
-    "finetuning": "the demonstrations of fine-tuning",
-    "both": "the demonstrations of both",
-}
+SWITCHED = {"demonstrations": "the prompt's demonstrations", "finetuning": "the demonstrations of fine-tuning"}
+SWITCHED |= {"both": "the demonstrations of both"}
 SIMILARITIES = ("sim_aou", "sim_aou_norm", "sim_am_after", "sim_am_delta")
 DEPTH_AXES = ("cut after layer", "accuracy (percent)")
 

@@ -136,25 +136,19 @@ def partition(run: Run, model: str) -> Iterator[Chart]:
     yield Chart(f"partition_{model}", title, caption, panels, "", "examples (percent)", kind="bars", ticks=datasets)
 
 
+# What a run keeps of gradients -> the caption of its heat maps.
 GRADIENTS = {
-    "gradients": (
-        "Gradient norms",
-        "Gradient of keys and values of each layer at each step, averaged over the scored tokens.",
-    ),
-    "whole_layers": (
-        "Gradient norms of whole layers",
-        "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, summed over "
-        "the scored tokens (docs/protocol.md).",
-    ),
+    "gradients": "Gradient of keys and values of each layer at each step, averaged over the scored tokens.",
+    "whole_layers": "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, "
+    "summed over the scored tokens (docs/protocol.md).",
 }
-"""What a run keeps of gradients -> the title and the caption of its heat maps."""
 
 
 @needs(kept=GRADIENTS)
 def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
     """Heat maps layer x step, a panel for every dataset; the first seed. In both norms."""
-    for kept, (title, text) in GRADIENTS.items():
-        grids, known = getattr(run, kept), plain(run.planned, model)
+    for kept, text in GRADIENTS.items():
+        grids, known, is_whole = getattr(run, kept), plain(run.planned, model), kept == "whole_layers"
         known = known[known["key"].isin(grids)].drop_duplicates(["init", "method", "dataset"])
         for (init, method), group in known.groupby(["init", "method"], sort=False):
             panels, caption = [], f"{model}, {init}, first seed. {text}"
@@ -162,13 +156,14 @@ def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
                 tags = {"init": init, "method": method, "dataset": cell.dataset}
                 grid = grids[cell.key].T  # (layers, steps)
                 panels.append(Panel(cell.dataset, grid=grid, logarithmic=method not in LINEAR, tags=tags))
-            if (kept, init, method) == ("whole_layers", "pretrained", "lcgd"):
+            if is_whole and (init, method) == ("pretrained", "lcgd"):
                 tags = {"init": init, "method": method, "dataset": "subj"}
                 panels.append(Panel("subj: the authors' run", (), authors_gradients().T, True, tags))
                 caption += f" The authors' run: {AUTHORS_MODEL}, seed 4, fp16, divided by its loss scale."
-            name = f"{kept.replace('layers', 'gradients')}_{model}_{init}_{method}"
+            name = f"{'whole_gradients' if is_whole else 'gradients'}_{model}_{init}_{method}"
+            title = f"Gradient norms{' of whole layers' if is_whole else ''} of {method} ({init})"
             axes = ("demonstration (training step)", "layer", "heat")
-            yield Chart(name, f"{title} of {method} ({init})", caption, panels, *axes, colour="gradient's l2 norm")
+            yield Chart(name, title, caption, panels, *axes, colour="gradient's l2 norm")
 
 
 @needs(metrics=BY_DEPTH)

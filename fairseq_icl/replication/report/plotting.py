@@ -35,24 +35,17 @@ def drawings(charts: Iterable[Chart]) -> Iterator[Drawing]:
         yield Drawing(chart.name, chart.title, chart.caption, figure)
 
 
-def _looks(chart: Chart) -> dict[str, dict[str, Any]]:
-    """Label -> style, the same in all panels; a reference looks like what it stands beside."""
-    own = dict.fromkeys(series.label for panel in chart.panels for series in panel.series if not series.reference)
-    looks = dict(zip(own, styles(), strict=False))
-    references = [series for panel in chart.panels for series in panel.series if series.reference]
-    return looks | {series.label: looks.get(series.like, {"color": "0.5"}) for series in references}
-
-
 def _lines(ax: Axes, chart: Chart, panel: Panel, figure: Figure) -> None:
-    looks = _looks(chart)
+    own = dict.fromkeys(series.label for panel in chart.panels for series in panel.series if not series.reference)
+    looks = dict(zip(own, styles(), strict=False))  # by label, the same in all panels
     for series in panel.series:
-        look = looks[series.label]
         x, y, spread = _arrays(series)
-        if series.reference:
-            ax.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.2, linewidth=0, label=series.label)
-            ax.plot(x, y, color=look["color"], linewidth=0.8, alpha=0.6)
+        if series.reference:  # it looks like what it stands beside
+            colour = looks.get(series.like, {"color": "0.5"})["color"]
+            ax.fill_between(x, y - spread, y + spread, color=colour, alpha=0.2, linewidth=0, label=series.label)
+            ax.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
         else:
-            ax.errorbar(x, y, yerr=spread, label=series.label, **look)
+            ax.errorbar(x, y, yerr=spread, label=series.label, **looks[series.label])
     if chart.zero:
         ax.axhline(0, color="black", linewidth=0.6)
     if chart.ticks:

@@ -20,8 +20,7 @@ AUTHORS_MODEL = "1.3b"  # of all of the authors' runs that are known
 LOGS = ("authors_runs.csv", "authors_runs_more.csv")
 DEMONSTRATIONS, MOST_VALIDATION = 32, 2000
 RUN = ["dataset", "method", "init", "seed", "permutation"]
-NO_TRAINING = {"no-training": ("layer-norms", "untrained")}
-"""A name of an init in published tables and claims -> the inits it may stand for, the authors' first."""
+NO_TRAINING = {"no-training": ("layer-norms", "untrained")}  # a name in tables and claims -> inits, the authors' first
 
 
 @cache

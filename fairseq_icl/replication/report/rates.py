@@ -22,8 +22,8 @@ from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import Entry, Table, number
 
 SEARCHED = "queries=train"  # the setting by which cells of a search are known
-LABELS, TEXT = "log_likelihood_ft", "demonstration_log_likelihood_ft"
-"""The criterion, and the fine-tuning loss (negated), which counts every token of the demonstration."""
+LABELS = "log_likelihood_ft"  # the criterion
+TEXT = "demonstration_log_likelihood_ft"  # the fine-tuning loss (negated), which counts every token
 OUTCOMES = (LABELS, "auc_ft")  # what rounding must not decide
 UNTRIED: dict[str, Any] = {"keys": (), "runs": 0}
 DRAWS = [1, 2]  # perturbations that a rate is tested with, at every seed

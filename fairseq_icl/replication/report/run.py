@@ -19,8 +19,7 @@ from fairseq_icl.replication.plan import borrowed_rate
 from fairseq_icl.results import heatmap_matrix, step_size_matrix, whole_layer_matrix
 from fairseq_icl.settings import SETTINGS
 
-IDENTITY = ["model", "init", "dataset", "method", "variant"]
-"""What a number in a table belongs to; seeds are averaged over."""
+IDENTITY = ["model", "init", "dataset", "method", "variant"]  # of a number in a table; seeds are averaged over
 AVERAGED = ("seed", "permutation", "init")  # settings that are told apart elsewhere, or averaged over
 BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
 """What a run has by the keys of cells (or the names of models)."""
@@ -131,12 +130,8 @@ class Run:
         """For every IDENTITY and metric: mean, sd, runs over seeds, and the mean bootstrap limits low and high."""
         overall = self.values[self.values["layer"].isna()]
         groups = overall.groupby([*IDENTITY, "metric"], sort=False)
-        of_values = {
-            "mean": ("value", "mean"),
-            "sd": ("value", "std"),
-            "least": ("value", "min"),
-            "runs": ("value", "size"),
-        }
+        how = {"mean": "mean", "sd": "std", "least": "min", "runs": "size"}
+        of_values = {name: ("value", function) for name, function in how.items()}
         return groups.agg(**of_values, low=("low", "mean"), high=("high", "mean"), keys=("key", list)).reset_index()
 
     @cached_property
@@ -246,9 +241,8 @@ def told_apart(plans: Sequence[PlanFile]) -> tuple[pd.DataFrame, dict[str, dict[
 
 def _differences(group: Sequence[tuple[PlanFile, PlannedCell]]) -> Iterator[str]:
     """In what cells of one IDENTITY differ that must not be averaged over."""
-    cells = [cell for _, cell in group]
     for part in ("settings", "prints"):
-        said = [getattr(cell, part) for cell in cells]
+        said = [getattr(cell, part) for _, cell in group]
         for name in dict.fromkeys(name for one in said for name in one):
             if name not in AVERAGED and len({str(one.get(name)) for one in said}) > 1:
                 yield name

@@ -33,8 +33,7 @@ class Line(NamedTuple):
 def shown(entry: Entry, decimals: int, reference: str) -> dict[str, str]:
     """What an entry has to say, by the kind of number.
 
-    Our own number is always there: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash
-    (not planned).
+    Ours is always there: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash.
     """
 
     def number(mean: float, sd: float | None) -> str:
