@@ -58,8 +58,7 @@ class Chart:
 
     def data(self) -> dict[str, Any]:
         """The chart for the page's script."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return {name: _plain(part) for name, part in asdict(self).items()}
 
 
 def _plain(value: Any) -> Any:

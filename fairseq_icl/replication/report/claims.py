@@ -133,15 +133,13 @@ def _samples(claim: Claim, quantity: Quantity, evidence: Evidence) -> dict[str, 
     found = {}
     for dataset in (dataset for dataset in evidence.datasets if dataset not in left_out):
         samples = [sample for term in quantity.terms if (sample := evidence.sample(term, dataset)) is not None]
-        seeds = [seed for seed in samples[0].seeds if all(seed in s.seeds for s in samples)] if samples else []
-        if len(samples) < len(quantity.terms) or not seeds:
-            continue
-        chosen = [Sample(tuple(seeds), s.examples, s.values[[s.seeds.index(seed) for seed in seeds]]) for s in samples]
         # A seed on which a side is not defined (a quotient of no example) says nothing about the difference.
-        defined = np.all([np.isfinite(s.values).any((1, 2)) for s in chosen], axis=0)
-        kept = tuple(seed for seed, known in zip(seeds, defined, strict=True) if known)
-        if kept:
-            found[dataset] = [effects.orders_joined(Sample(kept, s.examples, s.values[defined])) for s in chosen]
+        known = [{seed: x for seed, x in zip(s.seeds, s.values, strict=True) if np.isfinite(x).any()} for s in samples]
+        seeds = tuple(seed for seed in known[0] if all(seed in values for values in known)) if known else ()
+        if seeds and len(samples) == len(quantity.terms):
+            chosen = [np.stack([values[seed] for seed in seeds]) for values in known]
+            terms = [Sample(seeds, s.examples, values) for s, values in zip(samples, chosen, strict=True)]
+            found[dataset] = [effects.orders_joined(term) for term in terms]
     return found
 
 

@@ -42,6 +42,7 @@ def page(contents: "Contents", charts: Sequence[Chart]) -> str:
     theirs = [("the authors' own runs (1.3b)", authors_verdicts())] if verdicts else []
     tables = [("papers", "The papers' tables", contents.papers), ("variants", "Variants", contents.comparisons)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"text": text, "summary": summary, "anchor": anchor, "classes": CLASSES}
     return environment.from_string(template).render(
         title=f"Report: {', '.join(run.experiments)}",
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -50,12 +51,7 @@ def page(contents: "Contents", charts: Sequence[Chart]) -> str:
         # A data block is not run; "<" cannot end it early.
         data=json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         contents=contents,
-        run=run,
-        text=text,
-        summary=summary,
         sheets=sheets,
-        anchor=anchor,
-        classes=CLASSES,
         papers=published_figures()["papers"],
         columns=[*((f"here: {model}", found) for model, found in verdicts.items()), *theirs],
         tables=[(name, words, _paired(found, models)) for name, words, found in tables if found],

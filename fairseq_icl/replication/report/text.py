@@ -60,18 +60,6 @@ def shown(entry: Entry, decimals: int, reference: str) -> dict[str, str]:
     return said
 
 
-def lines_of(table: Table, *, intervals: bool = True) -> list[Line]:
-    """The lines of a table: of each row one for our numbers, and one for every other kind that any entry has."""
-    order = [OURS, *([INTERVAL] if intervals else []), RATIO, table.reference, *AUTHORS.values(), DIFFERENCE, REPEATS]
-    lines = []
-    for label, entries in table.rows:
-        said = [shown(entry, table.decimals, table.reference) for entry in entries]
-        for kind in (kind for kind in order if any(kind in one for one in said)):
-            cells = [one.get(kind, NOT_PLANNED) for one in said]
-            lines.append(Line(label if kind == OURS else "", kind, cells, entries))
-    return lines
-
-
 @dataclass(frozen=True)
 class Sheet:
     """A table as text: its head and its lines, of which the first `names` columns are words."""
@@ -81,17 +69,24 @@ class Sheet:
     lines: list[list[str]]
     notes: list[str]
     names: int = 2
+    of_numbers: Sequence[Line] = ()  # the same lines, with the entries behind them
 
 
 def sheet(table: Sheet | Table, *, intervals: bool = True) -> Sheet:
-    """A table of numbers as text."""
+    """A table of numbers as text: of each row a line for our numbers, and one for every other kind that it has."""
     if isinstance(table, Sheet):
         return table
-    notes = [f"Source: {table.source}."] if table.source else []
-    found = lines_of(table, intervals=intervals)
+    order = [OURS, *([INTERVAL] if intervals else []), RATIO, table.reference, *AUTHORS.values(), DIFFERENCE, REPEATS]
+    found = []
+    for label, entries in table.rows:
+        said = [shown(entry, table.decimals, table.reference) for entry in entries]
+        for kind in (kind for kind in order if any(kind in one for one in said)):
+            cells = [one.get(kind, NOT_PLANNED) for one in said]
+            found.append(Line(label if kind == OURS else "", kind, cells, entries))
     names = 1 if all(line.kind == OURS for line in found) else 2  # numbers of one kind need no word for it
-    lines = [[*(line.label, line.kind)[:names], *line.cells] for line in found]
-    return Sheet(table.name, table.title, [[*[""] * names, *table.columns], *lines], [*notes, *table.notes], names)
+    lines = [[*[""] * names, *table.columns], *([*line[:names], *line.cells] for line in found)]
+    source = [f"Source: {table.source}."] if table.source else []
+    return Sheet(table.name, table.title, lines, [*source, *table.notes], names, found)
 
 
 VERDICT_HEAD = ["claim", "source", "here", "effect", "control", "why", "all claims together"]
