@@ -80,7 +80,8 @@ def lines(points: pd.DataFrame, x: str, scale: float = 1.0, **tags: str) -> list
     for (label, init, method), line in points.groupby(["label", "init", "method"], sort=False):
         known = {name: value for name, value in (("init", str(init)), ("method", str(method))) if value != "none"}
         columns = line.sort_values(x)[[x, "mean", "sd"]].astype(float) * [1.0, scale, scale]
-        found.append(Series(str(label), *(list(columns[name]) for name in columns), known | tags))
+        places, means, spreads = (list(columns[name]) for name in columns)
+        found.append(Series(str(label), places, means, spreads, known | tags))
     return found
 
 

@@ -182,7 +182,8 @@ def displacement_figures(run: Run, model: str) -> Iterator[Chart]:
     for (dataset, init, method, _), line in sweeps(run, model).groupby(LINE, sort=False):
         points = line.groupby("size").agg(x=(RATIO, "mean"), y=(COSINES[0], "mean"), sd=(COSINES[0], "std"))
         tags = {"dataset": dataset, "init": init, "method": method}
-        series.append(Series(line["label"].iloc[0], *(list(points[name]) for name in ("x", "y", "sd")), tags))
+        x, y, sd = (list(points[name]) for name in points)
+        series.append(Series(line["label"].iloc[0], x, y, sd, tags))
     name = shown_as(COSINES[0])[0]
     caption = (
         f"{model}. Every point is a learning rate, or a size of equal steps; at 1 fine-tuning moves the attention "

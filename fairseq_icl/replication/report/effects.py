@@ -114,10 +114,11 @@ def average(place: str, effects: Sequence[Effect]) -> Effect:
     """The mean of effects whose seeds and examples are independent of each other."""
     value, centre, low, high = np.mean([(e.value, e.centre, *e.limits) for e in effects], axis=0).tolist()
     centre = value + (centre - value) / len(effects)  # drawn by further examples, of which one place's are enough
-    seeds, examples = (min(numbers) for numbers in zip(*((e.seeds, e.examples) for e in effects), strict=True))
-    parts = [satterthwaite(part) for part in zip(*((e.of_seeds, e.of_examples) for e in effects), strict=True)]
+    seeds, examples = min(e.seeds for e in effects), min(e.examples for e in effects)
+    of_seeds = satterthwaite([e.of_seeds for e in effects])
+    of_examples = satterthwaite([e.of_examples for e in effects])
     count = min((e.count for e in effects if e.count is not None), default=None)
-    return Effect(place, value, seeds, examples, *parts, centre, (low, high), count)
+    return Effect(place, value, seeds, examples, of_seeds, of_examples, centre, (low, high), count)
 
 
 def satterthwaite(parts: Sequence[Part]) -> Part:

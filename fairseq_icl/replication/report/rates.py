@@ -181,7 +181,7 @@ def rate_figures(run: Run, model: str) -> Iterator[Chart]:
             tags = {"method": choice.method, "dataset": choice.dataset}
             best = choice.rate if name == LABELS else choice.by_text
             curve = choice.tried[[name, f"{name} sd"]].astype(float).dropna(subset=[name])
-            series.append(Series(choice.method, list(curve.index), *(list(curve[x]) for x in curve), tags))
+            series.append(Series(choice.method, list(curve.index), list(curve[name]), list(curve[f"{name} sd"]), tags))
             if best is not None:
                 series.append(Series(f"{choice.method}, best", [best], [float(curve.loc[best, name])], tags=tags))
         title, axes = f"Likelihood of {words} against the learning rate", ("learning rate", "log-likelihood (nats)")

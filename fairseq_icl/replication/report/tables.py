@@ -17,8 +17,9 @@ from fairseq_icl.settings import READING, nearest
 
 AVERAGE, PLAIN = "average", "plain run"
 SHARES = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect")
-METRICS = (*SHARES, "sim_aou", "sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after")
-METRICS += ("sim_am_delta", "alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
+METRICS: tuple[str, ...] = (*SHARES, "sim_aou", "sim_aou_norm", "sim_aou_random", "sim_aou_norm_random")
+METRICS += ("sim_am_before", "sim_am_after", "sim_am_delta", "alpha")
+METRICS += ("recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
 """Metrics that comparison tables show, in this order."""
 NO_UPDATE, ONE_EXAMPLE, ONE_LABEL = "no update", "n=1", "one label"
 MARKS = {
