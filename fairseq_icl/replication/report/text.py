@@ -84,7 +84,8 @@ def sheet(table: Sheet | Table, *, intervals: bool = True) -> Sheet:
             cells = [one.get(kind, NOT_PLANNED) for one in said]
             found.append(Line(label if kind == OURS else "", kind, cells, entries))
     names = 1 if all(line.kind == OURS for line in found) else 2  # numbers of one kind need no word for it
-    lines = [[*[""] * names, *table.columns], *([*line[:names], *line.cells] for line in found)]
+    lines: list[list[str]] = [[*[""] * names, *table.columns]]
+    lines += [[*(line.label, line.kind)[:names], *line.cells] for line in found]
     source = [f"Source: {table.source}."] if table.source else []
     return Sheet(table.name, table.title, lines, [*source, *table.notes], names, found)
 
