@@ -12,6 +12,7 @@ import os
 import sys
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from fairseq_icl.files import PACKAGE, write_atomically
 from fairseq_icl.replication import FORMATS, USUAL_FORMATS
 from fairseq_icl.typed import read_json
 
-TOLD = "told.json"
-"""Beside the report: what was said of it, and of which state of the results it is."""
+TOLD = "told.json"  # beside the report: what was said of it, and of which state of the results it is
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +60,23 @@ def report(
     folders = [folders] if isinstance(folders, Path) else list(folders)
     target = to or (folders[0] / "report" if len(folders) == 1 else Path("report"))
     state = _state(folders, target, formats)
-    told = _told_before(target, state, formats) or _make(folders, target, formats)
+    told: dict[str, Any] = {}
+    with suppress(UserError, KeyError, TypeError):  # what was said of a report that lies there
+        before = read_json(target / TOLD)
+        if before["state"] == state and all((target / f"report.{name}").is_file() for name in formats):
+            told = {name: before[name] for name in ("tables", "warnings", "last")}
+    if not told:
+        from fairseq_icl.replication.report import Contents, write_report  # pandas, which --help can do without
+        from fairseq_icl.replication.report.run import load_run, side_by_side
+
+        runs = [load_run(folder) for folder in folders]
+        run = runs[0] if len(runs) == 1 else side_by_side(runs)
+        contents = Contents.of(run)
+        written = write_report(contents, target, formats)
+        missing = f", {len(run.missing)} missing" if len(run.missing) else ""
+        finished = f"{len(run.planned) - len(run.missing)} of {len(run.planned)} cells finished{missing}"
+        last = f"{finished}; report: {next(iter(written.values()))}"
+        told = {"tables": contents.plain(), "warnings": run.warnings, "last": last}
     write_atomically(target / TOLD, json.dumps({"state": state, **told}))
     if not quiet:
         print(told["tables"], end="\n\n")
@@ -72,21 +88,6 @@ def report(
         print(f"no browser could be started; open {page} yourself", file=sys.stderr)
 
 
-def _make(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> dict[str, Any]:
-    """Write the report; returns what is said of it."""
-    from fairseq_icl.replication.report import Contents, write_report  # pandas, which --help can do without
-    from fairseq_icl.replication.report.run import load_run, side_by_side
-
-    runs = [load_run(folder) for folder in folders]
-    run = runs[0] if len(runs) == 1 else side_by_side(runs)
-    contents = Contents.of(run)
-    written = write_report(contents, target, formats)
-    finished = int(run.planned["finished"].sum())
-    missing = f", {len(run.missing)} missing" if len(run.missing) else ""
-    last = f"{finished} of {len(run.planned)} cells finished{missing}; report: {next(iter(written.values()))}"
-    return {"tables": contents.plain(), "warnings": run.warnings, "last": last}
-
-
 def _state(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> str:
     """Hash of what a report depends on: sizes and times of the files of plans, cells and package, and its form."""
     parts: list[object] = [str(target), formats]
@@ -95,13 +96,3 @@ def _state(folders: Sequence[Path], target: Path, formats: tuple[str, ...]) -> s
             facts = ((name, os.lstat(Path(found, name))) for name in sorted(names) if not name.endswith(".pyc"))
             parts += [(found, name, stat.st_size, stat.st_mtime_ns) for name, stat in facts]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _told_before(target: Path, state: str, formats: tuple[str, ...]) -> dict[str, Any] | None:
-    """What was said of the report that lies there, if it is of this state and whole."""
-    try:
-        told = read_json(target / TOLD)
-        same = told["state"] == state and all((target / f"report.{name}").is_file() for name in formats)
-        return {name: told[name] for name in ("tables", "warnings", "last")} if same else None
-    except (UserError, KeyError, TypeError):
-        return None

@@ -9,8 +9,8 @@ import pytest
 from fairseq_icl.errors import UserError
 from fairseq_icl.replication.plan import expand
 from fairseq_icl.replication.report import write_report
+from fairseq_icl.replication.report.displacement import COLUMNS, equal_steps, steps_tables
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.replication.report.steps import COLUMNS, equal_steps, steps_tables
 from fairseq_icl.replication.report.tables import comparison_tables
 from fairseq_icl.replication.report.text import plain
 from tests.replication.toy_run import configuration, run

@@ -11,27 +11,18 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.replication import FORMATS
 from fairseq_icl.replication.report import text
 from fairseq_icl.replication.report.claims import Verdict, summary, verdicts
-from fairseq_icl.replication.report.displacement import displacement_tables
+from fairseq_icl.replication.report.displacement import displacement_tables, steps_tables
 from fairseq_icl.replication.report.experiments import order_tables, stability_tables, trajectory_tables
 from fairseq_icl.replication.report.rates import SEARCHED, rate_tables, write_model_files
 from fairseq_icl.replication.report.run import Run, with_data
-from fairseq_icl.replication.report.steps import steps_tables
 from fairseq_icl.replication.report.tables import Table, comparison_tables, data_tables, overview, paper_tables
 
 if TYPE_CHECKING:
     from fairseq_icl.results.drawing import Drawing
 
 DOTS_PER_INCH = 130
-COMPARISONS = (
-    steps_tables,
-    comparison_tables,
-    stability_tables,
-    order_tables,
-    trajectory_tables,
-    rate_tables,
-    displacement_tables,
-    data_tables,
-)
+COMPARISONS = [steps_tables, comparison_tables, stability_tables, order_tables, trajectory_tables, rate_tables]
+COMPARISONS += [displacement_tables, data_tables]
 """What makes tables besides the papers' own: functions run -> tables, with what they need."""
 
 
@@ -40,8 +31,7 @@ class Contents:
     """What a report says, before it has a form."""
 
     run: Run
-    verdicts: dict[str, list[Verdict]]
-    """By model."""
+    verdicts: dict[str, list[Verdict]]  # by model
     overviews: list[Table]
     papers: list[Table]
     comparisons: list[Table]
@@ -55,11 +45,6 @@ class Contents:
         return cls(run, {model: verdicts(run, model) for model in models}, overviews, paper_tables(run), comparisons)
 
     @property
-    def tables(self) -> list[Table]:
-        """All tables of numbers."""
-        return [*self.papers, *self.comparisons, *self.overviews]
-
-    @property
     def sheets(self) -> list[text.Sheet | Table]:
         """Verdicts and tables, in the order of the report."""
         found = [text.verdict_sheet(model, verdicts) for model, verdicts in self.verdicts.items()]
@@ -68,10 +53,9 @@ class Contents:
     @property
     def state(self) -> str:
         """How much of the plan there is, and in which precision."""
-        finished = f"{int(self.run.planned['finished'].sum())} of {len(self.run.planned)} cells finished."
-        missing = len(self.run.missing)
-        told = f"{missing} missing: the same command again computes just these." if missing else ""
-        return " ".join(filter(None, (finished, told, self.run.computed_in)))
+        planned, missing = len(self.run.planned), len(self.run.missing)
+        told = f" {missing} missing: the same command again computes just these." if missing else ""
+        return f"{planned - missing} of {planned} cells finished.{told} {self.run.computed_in}".rstrip()
 
     def plain(self) -> str:
         """Everything for a terminal."""
@@ -96,12 +80,16 @@ def write_report(contents: Contents | Run, folder: Path, formats: tuple[str, ...
             from fairseq_icl.replication.report.plotting import drawings as drawn  # matplotlib
 
             drawings = list(drawn(charts))
-            _write_figures(drawings, folder / "figures")
+            options = {"format": "png", "dpi": DOTS_PER_INCH, "metadata": {"Software": None}}
+            for drawing in drawings:
+                # Into a new file that takes the place of the old one: a link that lies there is not followed.
+                path = folder / "figures" / f"{text.file_name(drawing.name)}.png"
+                write_atomically(path, partial(drawing.save, **options))
         makers = {
             "html": lambda: html.page(contents, charts),
             "md": lambda: markdown_page(contents, drawings),
             "tex": lambda: latex_page(contents.sheets, drawings),
-            "csv": lambda: text.comma_separated(contents.tables),
+            "csv": lambda: text.comma_separated([*contents.papers, *contents.comparisons, *contents.overviews]),
         }
         for name in formats:
             written[name] = folder / f"report.{name}"
@@ -129,14 +117,6 @@ def _write_csv(contents: Contents, folder: Path) -> None:
     write_atomically(folder / "verdicts.csv", text.csv_of(lines))
 
 
-def _write_figures(drawings: "list[Drawing]", folder: Path) -> None:
-    for drawing in drawings:
-        path = folder / f"{text.file_name(drawing.name)}.png"
-        options = {"format": "png", "dpi": DOTS_PER_INCH, "metadata": {"Software": None}}
-        # Into a new file that takes the place of the old one: a link that lies there is not followed.
-        write_atomically(path, partial(drawing.save, **options))
-
-
 def markdown_page(contents: Contents, drawings: "list[Drawing]") -> str:
     """The report in Markdown, figures beside it."""
     lines = [f"# Report: {text.marked(', '.join(contents.run.experiments))}", ""]
@@ -146,14 +126,8 @@ def markdown_page(contents: Contents, drawings: "list[Drawing]") -> str:
     lines += [line for warning in contents.run.warnings for line in (f"**{text.marked(warning)}**", "")]
     lines += [text.markdown(table) for table in contents.sheets]
     for drawing in drawings:
-        lines += [
-            f"### {text.marked(drawing.title)}",
-            "",
-            f"![{text.marked(drawing.title)}](figures/{text.file_name(drawing.name)}.png)",
-            "",
-            text.marked(drawing.caption),
-            "",
-        ]
+        title, caption = text.marked(drawing.title), text.marked(drawing.caption)
+        lines += [f"### {title}", "", f"![{title}](figures/{text.file_name(drawing.name)}.png)", "", caption, ""]
     return "\n".join(lines)
 
 
@@ -161,10 +135,7 @@ def latex_page(tables: Sequence[text.Sheet | Table], drawings: "list[Drawing]") 
     """Tables and figures to be \\input into a document that uses booktabs and graphicx."""
     lines = [r"% \usepackage{booktabs,graphicx}", *(text.latex(table) for table in tables)]
     for drawing in drawings:
-        lines += [
-            r"\begin{figure}",
-            r"\centering",
-            rf"\includegraphics[width=\linewidth]{{figures/{text.file_name(drawing.name)}.png}}",
-        ]
-        lines += [rf"\caption{{{text.escaped(f'{drawing.title}. {drawing.caption}')}}}", r"\end{figure}", ""]
+        picture = rf"\includegraphics[width=\linewidth]{{figures/{text.file_name(drawing.name)}.png}}"
+        caption = rf"\caption{{{text.escaped(f'{drawing.title}. {drawing.caption}')}}}"
+        lines += [r"\begin{figure}", r"\centering", picture, caption, r"\end{figure}", ""]
     return "\n".join(lines)

@@ -1,16 +1,17 @@
 """A figure as data: the page's script draws it with hover values and toggles, matplotlib draws it for print."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from fairseq_icl.metrics import shown_as
+
 DIGITS = 5
-UNSAID = ("", "none", "pretrained")
-"""Words that a line's label does without."""
+UNSAID = ("", "none", "pretrained")  # words that a line's label does without
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,12 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    sd: Sequence[float] | None = None
-    """Error bars, or half the width of a band; NaN where there is none."""
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """What the toggles know it by: method, init, dataset."""
+    sd: Sequence[float] | None = None  # error bars, or half the width of a band; NaN where there is none
+    tags: Mapping[str, str] = field(default_factory=dict)  # what the toggles know it by: method, init, dataset
     reference: bool = False
     """Whether it is somebody else's: lines become a band, and it has the look of the series `like`."""
     like: str = ""
-    stack: str = ""
-    """Bars of the same stack stand on each other."""
+    stack: str = ""  # bars of the same stack stand on each other
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,8 @@ class Panel:
 
     title: str
     series: Sequence[Series] = ()
-    grid: np.ndarray | None = None
-    """Of a heat map, (rows, columns)."""
-    logarithmic: bool = False
-    """Whether the heat map's colours go by the logarithm."""
+    grid: np.ndarray | None = None  # of a heat map: (rows, columns)
+    logarithmic: bool = False  # whether the heat map's colours go by the logarithm
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -54,21 +50,15 @@ class Chart:
     panels: Sequence[Panel]
     x: str
     y: str
-    kind: str = "lines"
-    """lines, bars or heat."""
-    scale: str = "linear"
-    """Of the horizontal axis: linear, log, or symlog (base 2)."""
-    ticks: Sequence[str] = ()
-    """Names of the places 0, 1, 2 ... of the horizontal axis, where it has names."""
-    zero: bool = False
-    """Whether the line y = 0 means something."""
-    colour: str = ""
-    """What the colours of a heat map are."""
+    kind: str = "lines"  # lines, bars or heat
+    scale: str = "linear"  # of the horizontal axis: linear, log, or symlog (base 2)
+    ticks: Sequence[str] = ()  # names of the places 0, 1, 2 ... of the horizontal axis, where it has names
+    zero: bool = False  # whether the line y = 0 means something
+    colour: str = ""  # what the colours of a heat map are
 
     def data(self) -> dict[str, Any]:
         """The chart for the page's script."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return {name: _plain(part) for name, part in asdict(self).items()}
 
 
 def _plain(value: Any) -> Any:
@@ -83,27 +73,30 @@ def _plain(value: Any) -> Any:
 
 
 def lines(points: pd.DataFrame, x: str, scale: float = 1.0, **tags: str) -> list[Series]:
-    """A line for every label ("method, init" if there is none), init and method of points with mean and sd.
-
-    A method `none` is no method to toggle.
-    """
+    """A line for every label ("method, init" if there is none), init and method; none of `none` is toggled by it."""
     if "label" not in points:
         points = points.assign(label=[f"{method}, {init}" for method, init in points[["method", "init"]].to_numpy()])
     found = []
     for (label, init, method), line in points.groupby(["label", "init", "method"], sort=False):
-        known = {"init": str(init), "method": str(method), **tags}
+        known = {name: value for name, value in (("init", str(init)), ("method", str(method))) if value != "none"}
         columns = line.sort_values(x)[[x, "mean", "sd"]].astype(float) * [1.0, scale, scale]
-        tagged = {name: value for name, value in known.items() if value != "none"}
-        found.append(Series(str(label), list(columns[x]), list(columns["mean"]), list(columns["sd"]), tagged))
+        places, means, spreads = (list(columns[name]) for name in columns)
+        found.append(Series(str(label), places, means, spreads, known | tags))
     return found
 
 
 def by_dataset(points: pd.DataFrame, x: str, scale: float = 1.0) -> list[Panel]:
     """A panel for every dataset, with its lines."""
-    return [
-        Panel(str(dataset), lines(own, x, scale, dataset=str(dataset)), tags={"dataset": str(dataset)})
-        for dataset, own in points.groupby("dataset", sort=False)
-    ]
+    datasets = points.groupby("dataset", sort=False)
+    return panels_of(line for name, own in datasets for line in lines(own, x, scale, dataset=str(name)))
+
+
+def panels_of(series: Iterable[Series]) -> list[Panel]:
+    """A panel for every dataset that the series are tagged with."""
+    found: dict[str, list[Series]] = {}
+    for one in series:
+        found.setdefault(one.tags["dataset"], []).append(one)
+    return [Panel(dataset, own, tags={"dataset": dataset}) for dataset, own in found.items()]
 
 
 def labelled(points: pd.DataFrame, metrics: Mapping[str, str], x: str) -> pd.DataFrame:
@@ -119,19 +112,22 @@ def labelled(points: pd.DataFrame, metrics: Mapping[str, str], x: str) -> pd.Dat
     return pd.concat(parts)
 
 
+AXES = {
+    "num_demonstrations": ("number of demonstrations k", "symlog"),
+    "lr": ("learning rate", "log"),
+    "switch_fraction": ("share of false labels", "linear"),
+    "layer_step_size": ("relative size of every layer's step, |dW| / |W|", "log"),
+}
+"""Setting -> its words and its scale as a horizontal axis."""
+
+
 def curves(
-    points: pd.DataFrame,
-    model: str,
-    setting: str,
-    metrics: Mapping[str, str],
-    names: tuple[str, str],
-    axis: tuple[str, str, float],
-    scale: str = "linear",
+    points: pd.DataFrame, model: str, metrics: Mapping[str, str], name: str, title: str, setting: str, y: str
 ) -> Iterator[Chart]:
-    """Metrics (with their names) against a setting, a panel for every dataset; nothing if it never varies."""
+    """Metrics (with their labels) against a setting, a panel for every dataset; nothing if it never varies."""
     points = points[(points["model"] == model) & points["metric"].isin(metrics)]
-    if points.empty or points.groupby(["dataset", "init", "method"])[setting].nunique().max() < 2:
-        return
-    panels = by_dataset(labelled(points, metrics, setting), setting, axis[2])
-    caption = f"{model}. Error bars: standard deviation over seeds."
-    yield Chart(f"{names[0]}_{model}", names[1], caption, panels, axis[0], axis[1], scale=scale)
+    if len(points) and points.groupby(["dataset", "init", "method"])[setting].nunique().max() > 1:
+        (x, scale), (_, unit, factor) = AXES[setting], shown_as(list(metrics)[-1])
+        panels = by_dataset(labelled(points, metrics, setting), setting, factor)
+        caption = f"{model}. Error bars: standard deviation over seeds."
+        yield Chart(f"{name}_{model}", title, caption, panels, x, f"{y} ({unit})", scale=scale)

@@ -16,23 +16,14 @@ from functools import cache
 
 import numpy as np
 
-from fairseq_icl.replication.report.effects import (
-    LEVEL,
-    AuthorsEvidence,
-    Effect,
-    Evidence,
-    RunEvidence,
-    Sample,
-    average,
-    effect_of,
-    orders_joined,
-)
+from fairseq_icl.replication.report import effects
+from fairseq_icl.replication.report.effects import LEVEL, Effect, Evidence, Sample, average
 from fairseq_icl.replication.report.published import Claim, Quantity, claims
 from fairseq_icl.replication.report.run import Run
 
 HOLDS, FAILS, OPEN, TOO_FEW, NO_DATA = "holds", "does not hold", "undecided", "too few", "no data"
-WANTS = {"too few": "cases", "examples": "examples", "close to call": "a clear effect"}
-"""What a claim is open for want of, by words of the reason; else seeds."""
+WANTS = {"too few": "cases", "examples": "examples", "close to call": "a clear effect", "": "seeds"}
+"""What a claim is open for want of, by words of the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +32,27 @@ class Verdict:
 
     claim: Claim
     status: str
-    reason: str
-    """Why, and if it is undecided, what would decide it."""
+    reason: str  # why, and if it is undecided, what would decide it
     average: Effect | None = None
-    places: tuple[tuple[Effect, str], ...] = ()
-    """Every place with its own outcome."""
-    judged: Effect | None = None
-    """The effect that decides: on average, or at the least clear of the places that are needed."""
-    judged_at: float = LEVEL
-    """The level at which it is asked."""
-    control: Effect | None = None
-    """The same of what means nothing, where the claim names it."""
-    level: float = 1.0
-    """The strictest level at which it would still be decided."""
-    corrected: str = ""
-    """What is left of it when all claims of the page are taken together (Holm)."""
+    places: tuple[tuple[Effect, str], ...] = ()  # every place with its own outcome
+    judged: Effect | None = None  # the one that decides: on average, or at the least clear of the places needed
+    judged_at: float = LEVEL  # the level at which it is asked
+    control: Effect | None = None  # the same of what means nothing, where the claim names it
+    level: float = 1.0  # the strictest level at which it would still be decided
+    corrected: str = ""  # what is left of it when all claims of the page are taken together (Holm)
 
 
 def verdicts(run: Run, model: str) -> list[Verdict]:
     """Every claim on one model of a run."""
     asked = [quantity for claim in claims() for quantity in (claim, claim.control) if quantity is not None]
-    evidence = RunEvidence(run, model, sorted({term.metric for quantity in asked for term in quantity.terms}))
+    evidence = effects.RunEvidence(run, model, sorted({term.metric for quantity in asked for term in quantity.terms}))
     return corrected([judge(claim, evidence) for claim in claims()])
 
 
 @cache
 def authors_verdicts() -> list[Verdict]:
     """Every claim on the authors' own runs."""
-    evidence = AuthorsEvidence()
+    evidence = effects.AuthorsEvidence()
     return corrected([judge(claim, evidence) for claim in claims()])
 
 
@@ -96,8 +80,8 @@ def judge(claim: Claim, evidence: Evidence) -> Verdict:
     over_all = _effects(claim, samples, layers)
     if not over_all:
         return Verdict(claim, NO_DATA, "its quantity has no value at any seed")
-    by_layer = [(layer, _effects(claim, samples, [layer])) for layer in layers]
-    places = [average(f"layer {layer}", effects) for layer, effects in by_layer if effects] or over_all
+    by_layer = {f"layer {layer}": _effects(claim, samples, [layer]) for layer in layers}
+    places = [average(layer, found) for layer, found in by_layer.items() if found] or over_all
     control = _effects(claim.control, _samples(claim, claim.control, evidence), layers) if claim.control else []
     verdict = decide(claim, places, average("average", over_all))
     return replace(verdict, control=average("control", control) if control else None)
@@ -133,7 +117,7 @@ def summary(model: str, found: Collection[Verdict]) -> str:
     """One sentence: how many claims hold on this model, how many are open and for want of what."""
     counts = {status: sum(verdict.status == status for verdict in found) for status in (HOLDS, FAILS, NO_DATA)}
     opened = [verdict.reason for verdict in found if verdict.status in (OPEN, TOO_FEW)]
-    wants = [next((want for sign, want in WANTS.items() if sign in reason), "seeds") for reason in opened]
+    wants = [next(want for sign, want in WANTS.items() if sign in reason) for reason in opened]
     told = ", ".join(f"{wants.count(want)} for want of {want}" for want in dict.fromkeys(wants))
     lost = sum(verdict.corrected != verdict.status for verdict in found)
     taken = f"; taken all together, {lost} of these verdicts would be open too" if lost else ""
@@ -149,26 +133,22 @@ def _samples(claim: Claim, quantity: Quantity, evidence: Evidence) -> dict[str, 
     found = {}
     for dataset in (dataset for dataset in evidence.datasets if dataset not in left_out):
         samples = [sample for term in quantity.terms if (sample := evidence.sample(term, dataset)) is not None]
-        seeds = [seed for seed in samples[0].seeds if all(seed in s.seeds for s in samples)] if samples else []
-        if len(samples) < len(quantity.terms) or not seeds:
-            continue
-        chosen = [Sample(tuple(seeds), s.examples, s.values[[s.seeds.index(seed) for seed in seeds]]) for s in samples]
         # A seed on which a side is not defined (a quotient of no example) says nothing about the difference.
-        defined = np.all([np.isfinite(s.values).any((1, 2)) for s in chosen], axis=0)
-        kept = tuple(seed for seed, known in zip(seeds, defined, strict=True) if known)
-        if kept:
-            found[dataset] = [orders_joined(Sample(kept, s.examples, s.values[defined])) for s in chosen]
+        known = [{seed: x for seed, x in zip(s.seeds, s.values, strict=True) if np.isfinite(x).any()} for s in samples]
+        seeds = tuple(seed for seed in known[0] if all(seed in values for values in known)) if known else ()
+        if seeds and len(samples) == len(quantity.terms):
+            chosen = [np.stack([values[seed] for seed in seeds]) for values in known]
+            terms = [Sample(seeds, s.examples, values) for s, values in zip(samples, chosen, strict=True)]
+            found[dataset] = [effects.orders_joined(term) for term in terms]
     return found
 
 
 def _effects(quantity: Quantity, samples: dict[str, list[Sample]], layers: list[int]) -> list[Effect]:
     """The effects of a quantity on every dataset, over some layers or (none named) over all."""
-    metrics = [term.metric for term in quantity.terms]
-    chosen = {
-        dataset: [replace(term, values=term.values[..., layers]) for term in terms] if layers else terms
-        for dataset, terms in samples.items()
-    }
-    found = (effect_of(terms, metrics, dataset) for dataset, terms in chosen.items())
+    metrics, found = [term.metric for term in quantity.terms], []
+    for dataset, terms in samples.items():
+        chosen = [replace(term, values=term.values[..., layers]) for term in terms] if layers else terms
+        found.append(effects.effect_of(chosen, metrics, dataset))
     return [effect for effect in found if effect is not None]
 
 

@@ -17,6 +17,7 @@ certainty. An interval never leaves the range that the quantity can have.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -24,19 +25,17 @@ import pandas as pd
 from scipy.special import nctdtr, stdtrit  # light, unlike scipy.stats
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, SWEPT, at_equal_length, sweeps
+from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, at_equal_length, sweeps
 from fairseq_icl.replication.report.published import Term, authors_runs, inits_of, zero_shot_errors
-from fairseq_icl.replication.report.run import Run
+from fairseq_icl.replication.report.run import Run, plain
 
 LEVEL, POWER = 0.05, 0.8
-FEWEST = 10
-"""Examples that a share has to be of, at least, to decide anything."""
+FEWEST = 10  # examples that a share has to be of, at least, to decide anything
 MOST_SEEDS, MOST_EXAMPLES = 30, 100_000
 FURTHER = np.array([(1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)], dtype=float)
 """What a claim's left, right and over see at the four examples that shares get: unrelated to each other."""
 NO_EXAMPLE = -1
-Seed = tuple[int, int]
-"""Seed and permutation of a run."""
+Seed = tuple[int, int]  # and permutation
 
 
 @dataclass(frozen=True)
@@ -101,34 +100,25 @@ class Effect:
                 return "too close to call"
             wishes, variance = [f"{math.ceil(examples):,} examples"], (distance / normal) ** 2 / 2
         for seeds in range(self.seeds, MOST_SEEDS + 1):
-            if self._power(seeds, distance, level, variance) >= POWER:
+            freedom = self.of_seeds.freedom * (seeds - 1) / max(1, self.seeds - 1)
+            of_seeds = Part(self.of_seeds.variance * self.seeds / seeds, freedom)
+            error = math.sqrt(of_seeds.variance + variance)
+            bound = math.hypot(of_seeds.half(level), Part(variance, self.of_examples.freedom).half(level))
+            if not error or 1 - float(nctdtr(freedom, distance / error, bound / error)) >= POWER:
                 wishes = [f"{seeds} seeds", *wishes] if seeds > self.seeds else wishes
                 return f"at least {' and '.join(wishes)}" if wishes else "a few more seeds"
         return f"more than {MOST_SEEDS} seeds"
 
-    def _power(self, seeds: int, distance: float, level: float, of_examples: float) -> float:
-        freedom = self.of_seeds.freedom * (seeds - 1) / max(1, self.seeds - 1)
-        parts = Part(self.of_seeds.variance * self.seeds / seeds, freedom), Part(of_examples, self.of_examples.freedom)
-        error = math.sqrt(parts[0].variance + parts[1].variance)
-        bound = math.hypot(parts[0].half(level), parts[1].half(level))
-        return 1 - float(nctdtr(freedom, distance / error, bound / error)) if error else 1.0
-
 
 def average(place: str, effects: Sequence[Effect]) -> Effect:
     """The mean of effects whose seeds and examples are independent of each other."""
-    counts = [effect.count for effect in effects if effect.count is not None]
     value, centre, low, high = np.mean([(e.value, e.centre, *e.limits) for e in effects], axis=0).tolist()
-    return Effect(
-        place,
-        value,
-        min(effect.seeds for effect in effects),
-        min(effect.examples for effect in effects),
-        satterthwaite([effect.of_seeds for effect in effects]),
-        satterthwaite([effect.of_examples for effect in effects]),
-        value + (centre - value) / len(effects),  # drawn by further examples, of which one place's are enough
-        (low, high),
-        min(counts) if counts else None,
-    )
+    centre = value + (centre - value) / len(effects)  # drawn by further examples, of which one place's are enough
+    seeds, examples = min(e.seeds for e in effects), min(e.examples for e in effects)
+    of_seeds = satterthwaite([e.of_seeds for e in effects])
+    of_examples = satterthwaite([e.of_examples for e in effects])
+    count = min((e.count for e in effects if e.count is not None), default=None)
+    return Effect(place, value, seeds, examples, of_seeds, of_examples, centre, (low, high), count)
 
 
 def satterthwaite(parts: Sequence[Part]) -> Part:
@@ -143,7 +133,13 @@ def effect_of(samples: Sequence[Sample], metrics: Sequence[str], place: str) -> 
     """left, left - right or (left - right) / over on a dataset, over all layers; None if no seed has a value."""
     shares = [shown_as(metric)[1] == "percent" for metric in metrics]
     examples = np.unique(np.concatenate([sample.examples for sample in samples]))
-    terms = [_on(examples, sample) for sample in samples]  # (S, N) each
+    terms = []  # (S, N) each, or (S, 1) if only means are known: the mean over layers, NaN where not defined
+    for sample in samples:
+        term = values = defined_mean(sample.values, 2)
+        if 0 < len(examples) != len(sample.examples):
+            term = np.full((len(values), len(examples)), np.nan)
+            term[:, np.searchsorted(examples, sample.examples)] = values
+        terms.append(term)
     raw = _quantity([defined_mean(term, 1) for term in terms])  # (S,)
     kept = np.isfinite(raw)  # a seed whose quotient has no value (over no example, by 0) says nothing
     if not kept.any():
@@ -157,7 +153,11 @@ def effect_of(samples: Sequence[Sample], metrics: Sequence[str], place: str) -> 
             more = [FURTHER[i] if share else np.full(4, np.nan) for i, share in enumerate(shares)]
             terms = [np.hstack([term, np.tile(m, (len(raw), 1))]) for term, m in zip(terms, more, strict=True)]
         points = _quantity([defined_mean(term, 1) for term in terms])
-        without = _quantity([_without_each(term) for term in terms]).mean(0)  # (N,)
+        means = []
+        for term in terms:  # (S, N): the mean over the examples but one, for every one of them
+            known, filled = np.isfinite(term), np.where(np.isfinite(term), term, 0.0)
+            means.append((filled.sum(1, keepdims=True) - filled) / np.maximum(known.sum(1, keepdims=True) - known, 1))
+        without = _quantity(means).mean(0)  # (N,)
         jackknife = (len(without) - 1) * float(without.var())
         of_examples = Part(jackknife, max(1, min(int(d.sum(1).mean()) for d in defined) - 1))
     variance = float(points.var(ddof=1)) / len(raw) if len(raw) > 1 else 0.0
@@ -165,27 +165,8 @@ def effect_of(samples: Sequence[Sample], metrics: Sequence[str], place: str) -> 
         variance = 0.0
     low = [0.0 if share else -1.0 for share in shares]  # a share lies in [0, 1], a similarity in [-1, 1]
     limits = [(low[0], 1.0), (low[0] - 1.0, 1.0 - low[-1]), (-math.inf, math.inf)][len(shares) - 1]
-    of_seeds, centre = Part(variance, max(1, len(raw) - 1)), float(points.mean())
-    value = float(raw.mean())
+    of_seeds, value, centre = Part(variance, max(1, len(raw) - 1)), float(raw.mean()), float(points.mean())
     return Effect(place, value, len(raw), len(examples), of_seeds, of_examples, centre, limits, count)
-
-
-def _on(examples: np.ndarray, sample: Sample) -> np.ndarray:
-    """The mean over layers on all of the examples, NaN where not defined; (S, N), or (S, 1) if only means are known."""
-    values = defined_mean(sample.values, 2)
-    if len(examples) == 0 or len(sample.examples) == len(examples):
-        return values
-    term = np.full((len(values), len(examples)), np.nan)
-    term[:, np.searchsorted(examples, sample.examples)] = values
-    return term
-
-
-def _without_each(term: np.ndarray) -> np.ndarray:
-    """The mean over the examples but one, for every one of them: (S, N) -> (S, N)"""
-    known = np.isfinite(term)
-    filled = np.where(known, term, 0.0)
-    number = known.sum(1, keepdims=True) - known
-    return (filled.sum(1, keepdims=True) - filled) / np.maximum(number, 1)
 
 
 def _quantity(terms: Sequence[np.ndarray]) -> np.ndarray:
@@ -206,56 +187,41 @@ class RunEvidence:
     """The plain cells of one model of a results folder, example by example."""
 
     def __init__(self, run: Run, model: str, metrics: Sequence[str]) -> None:
-        cells = run.planned[(run.planned["model"] == model) & (run.planned["variant"] == "") & run.planned["finished"]]
-        self.cells = cells.drop_duplicates(["init", "dataset", "method", "seed", "permutation"])
-        swept = bool(SWEPT & run.content["differing"])
-        self.displaced = at_equal_length(sweeps(run, model)) if swept else None
-        named = [*self.cells["dataset"], *([] if self.displaced is None else self.displaced["dataset"])]
-        self.datasets: Sequence[str] = list(dict.fromkeys(named))
+        cells = plain(run.planned[run.planned["finished"]], model)
+        cells = cells.drop_duplicates(["init", "dataset", "method", "seed", "permutation"])
+        self.displaced = at_equal_length(sweeps(run, model))
+        self.datasets: Sequence[str] = list(dict.fromkeys([*cells["dataset"], *self.displaced["dataset"]]))
         self.groups: dict[tuple[str, str, str], dict[Seed, str]] = {}
-        for cell in self.cells.itertuples():
+        for cell in cells.itertuples():
             group = self.groups.setdefault((cell.dataset, cell.method, cell.init), {})
             group[int(cell.seed), int(cell.permutation)] = cell.key
         self.run, self.model, self.metrics = run, model, sorted(metrics)
-        self._values: dict[str, dict[str, pd.DataFrame]] = {}
+        self.read = cache(self._read)  # a cell is asked for by many claims
         self._means = dict(list(run.values[run.values["metric"].isin(self.metrics)].groupby("key")))
 
     def sample(self, term: Term, dataset: str) -> Sample | None:
         """As `Evidence` says."""
-        if term.metric.endswith(AT_EQUAL_LENGTH):
-            return None if self.displaced is None else self._displaced(self.displaced, term, dataset)
-        for init in inits_of(term.init):
-            place = (dataset, term.method, init)
-            if place in self.groups:
-                keys = self.groups[place]
-                seeds = {seed: self._read(key).get(term.metric) for seed, key in keys.items()}
-                return _joined({seed: values for seed, values in seeds.items() if values is not None})
-        return None
-
-    def _displaced(self, cells: pd.DataFrame, term: Term, dataset: str) -> Sample | None:
-        """A similarity where fine-tuning moves the model as far as ICL does, of the seeds that get there."""
-        place = (dataset, "pretrained", term.method)
-        cells = cells[(cells[["dataset", "init", "method"]] == place).all(axis=1)]
-        cells = cells[cells["by"] == cells["by"].max()]  # where rates and equal steps were swept, the rates
-        name = term.metric.removesuffix(AT_EQUAL_LENGTH)
-        known = cells.dropna(subset=[name])[["seed", "permutation", name]].to_numpy(float)
-        return _joined({(int(seed), int(order)): pd.DataFrame([value], [NO_EXAMPLE]) for seed, order, value in known})
+        if term.metric.endswith(AT_EQUAL_LENGTH):  # of the seeds that get there
+            place, name = (dataset, "pretrained", term.method), term.metric.removesuffix(AT_EQUAL_LENGTH)
+            cells = self.displaced[(self.displaced[["dataset", "init", "method"]] == place).all(axis=1)]
+            cells = cells[cells["by"] == cells["by"].max()]  # where rates and equal steps were swept, the rates
+            known = cells.dropna(subset=[name])[["seed", "permutation", name]].to_numpy(float)
+            return _joined({(int(seed), int(order)): pd.DataFrame([x], [NO_EXAMPLE]) for seed, order, x in known})
+        places = [(dataset, term.method, init) for init in inits_of(term.init)]
+        keys = next((self.groups[place] for place in places if place in self.groups), {})
+        seeds = {seed: self.read(key).get(term.metric) for seed, key in keys.items()}
+        return _joined({seed: values for seed, values in seeds.items() if values is not None})
 
     def _read(self, key: str) -> dict[str, pd.DataFrame]:
         """Metric -> (examples, layers) of one cell."""
-        if key not in self._values:
-            self._values[key] = self.run.cell_folder(self.model, key).values(self.metrics)
-            known = self._means.get(key, self.run.values.iloc[:0])
-            for metric in set(known["metric"]) - set(self._values[key]):  # without examples it still has its mean
-                self._values[key][metric] = _mean_row(known[known["metric"] == metric])
-        return self._values[key]
-
-
-def _mean_row(rows: pd.DataFrame) -> pd.DataFrame:
-    """The means of one metric of one cell as a single row, a column a layer."""
-    layered = rows[rows["layer"].notna()].drop_duplicates("layer").sort_values("layer")
-    rows = rows.iloc[:1] if layered.empty else layered
-    return pd.DataFrame([rows["value"].to_numpy(np.float64)], [NO_EXAMPLE])
+        found = self.run.cell_folder(self.model, key).values(self.metrics)
+        known = self._means.get(key, self.run.values.iloc[:0])
+        for metric in set(known["metric"]) - set(found):  # without examples it still has its mean
+            rows = known[known["metric"] == metric]
+            layered = rows[rows["layer"].notna()].drop_duplicates("layer").sort_values("layer")
+            values = (rows.iloc[:1] if layered.empty else layered)["value"].to_numpy(np.float64)
+            found[metric] = pd.DataFrame([values], [NO_EXAMPLE])
+        return found
 
 
 def orders_joined(sample: Sample) -> Sample:
@@ -276,13 +242,9 @@ def defined_mean(values: np.ndarray, axis: int) -> np.ndarray:
 def _joined(found: dict[Seed, pd.DataFrame]) -> Sample | None:
     if not found:
         return None
-    first, *others = found.values()
-    examples = first.index.to_numpy(np.int64)
-    if all(np.array_equal(examples, values.index) for values in others):
-        values = np.stack([values.to_numpy(np.float64) for values in found.values()])
-    else:  # of a quotient, every seed has its own examples
-        examples = np.unique(np.concatenate([values.index.to_numpy(np.int64) for values in found.values()]))
-        values = np.stack([values.reindex(examples).to_numpy(np.float64) for values in found.values()])
+    # Of a quotient, every seed has its own examples.
+    examples = np.unique(np.concatenate([values.index.to_numpy(np.int64) for values in found.values()]))
+    values = np.stack([values.reindex(examples).to_numpy(np.float64) for values in found.values()])
     return Sample(tuple(found), examples[examples != NO_EXAMPLE], values)
 
 
@@ -306,14 +268,8 @@ class AuthorsEvidence:
         if rows is None:
             return None
         rows = rows[(rows["precision"] == rows["precision"].min()) & rows["layer"].notna()]  # fp16 before fp32
-        return _joined(
-            {
-                (int(seed), int(permutation)): pd.DataFrame(
-                    [one.sort_values("layer")["value"].to_numpy()], index=[NO_EXAMPLE]
-                )
-                for (seed, permutation), one in rows.groupby(["seed", "permutation"])
-            }
-        )
+        means = rows.pivot(index=["seed", "permutation"], columns="layer", values="value")
+        return _joined({seed: pd.DataFrame([mean.to_numpy()], [NO_EXAMPLE]) for seed, mean in means.iterrows()})
 
     def _counted(self, metric: str, place: tuple[str, str, str]) -> Sample | None:
         """The examples that are wrong zero-shot: mended by both first, then by FT alone, by ICL alone, by neither."""
@@ -324,9 +280,8 @@ class AuthorsEvidence:
         both, ft, icl = (part.set_index(keys)["value"].astype(int) for part in parts if part is not None)
         example = np.arange(zero_shot_errors(place[2]))
         values: dict[Seed, pd.DataFrame] = {}
-        for seed, permutation, precision in sorted(both.index):
-            run = (seed, permutation, precision)
+        for run in sorted(both.index):
             mended = (example < both[run]) | ((example >= ft[run]) & (example < ft[run] + icl[run] - both[run]))
             known = np.where(example < ft[run], mended * 1.0, np.nan) if metric == "rec2ftp" else mended * 1.0
-            values.setdefault((int(seed), int(permutation)), pd.DataFrame(known))  # fp16 before fp32
+            values.setdefault((int(run[0]), int(run[1])), pd.DataFrame(known))  # fp16 before fp32
         return _joined(values)

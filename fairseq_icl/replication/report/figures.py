@@ -1,23 +1,21 @@
 """The figures. A new one is a function (run, model) -> charts with what it `needs`, added to FIGURES."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report import experiments, steps
-from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, labelled, lines
-from fairseq_icl.replication.report.displacement import displacement_figures
+from fairseq_icl.replication.report import experiments
+from fairseq_icl.replication.report.charts import Chart, Panel, Series, by_dataset, labelled, lines, panels_of
+from fairseq_icl.replication.report.displacement import RATIO, displacement_figures, step_figures
 from fairseq_icl.replication.report.experiments import BY_DEPTH, DEPTH_AXES, PERCENT, SIMILARITIES
 from fairseq_icl.replication.report.published import AUTHORS_MODEL, authors_gradients, authors_runs
 from fairseq_icl.replication.report.rates import rate_figures
-from fairseq_icl.replication.report.run import Run, needs, plain, with_data
-from fairseq_icl.results import LENGTH_RATIO
+from fairseq_icl.replication.report.run import Run, needs, over_seeds, plain, with_data
 
-LINEAR = ("gd",)
-"""Methods whose gradients the second paper shows on a linear scale; layer-causal ones are on a logarithmic one."""
+LINEAR = ("gd",)  # methods whose gradients the second paper shows on a linear scale, all others on a logarithmic one
 BANDS = (
     f" Bands: the authors' own runs ({AUTHORS_MODEL}, 24 layers, fp16), mean ± standard deviation over runs; for a "
     "model of another depth they are stretched over its layers."
@@ -25,10 +23,10 @@ BANDS = (
 
 
 def all_figures(run: Run) -> Iterator[Chart]:
-    """Every figure that the run has numbers for."""
+    """Every figure that the run has numbers for: one without panels is none."""
     models = run.planned["model"].drop_duplicates()
     for draw in with_data(run, FIGURES):
-        drawn = [chart for model in models for chart in draw(run, model)]
+        drawn = [chart for model in models for chart in draw(run, model) if chart.panels]
         for title in dict.fromkeys(chart.title for chart in drawn):  # the same figure of two models side by side
             yield from (chart for chart in drawn if chart.title == title)
 
@@ -41,24 +39,22 @@ def over_tasks(run: Run, model: str) -> Iterator[Chart]:
     for metric in SIMILARITIES:
         chosen = single[single["metric"] == metric]
         if chosen["dataset"].nunique() > 1:
-            means = chosen.groupby(["init", "method", "layer"], sort=False)["value"].agg(mean="mean", sd="std")
-            series = _with_bands(lines(means.reset_index(), "layer"), metric, list(chosen["dataset"].drop_duplicates()))
+            found = lines(over_seeds(chosen, ["init", "method", "layer"]), "layer")
+            series = _with_bands(found, metric, list(chosen["dataset"].drop_duplicates()))
             panels.append(Panel(shown_as(metric)[0], series))
-    if panels:
-        caption = (
-            f"{model}. Mean over datasets and seeds of the mean over validation examples; error bars: standard "
-            "deviation over datasets and seeds. Layers from 0."
-        )
-        title = "Similarity to ICL by layer, over all datasets"
-        caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
-        yield Chart(f"over_tasks_{model}", title, caption, panels, "layer", "cosine", zero=True)
+    caption = (
+        f"{model}. Mean over datasets and seeds of the mean over validation examples; error bars: standard "
+        "deviation over datasets and seeds. Layers from 0."
+    )
+    title = "Similarity to ICL by layer, over all datasets"
+    yield _against_layers(f"over_tasks_{model}", title, caption, panels, "cosine")
 
 
 @needs(metrics=SIMILARITIES)
 def similarities(run: Run, model: str) -> Iterator[Chart]:
     """Every similarity by layer, a panel for every dataset."""
     for metric in SIMILARITIES:
-        yield from _by_layer(run, model, metric, f"layers_{metric}", f"{shown_as(metric)[0]} to ICL by layer")
+        yield _by_layer(run, model, metric, f"layers_{metric}", f"{shown_as(metric)[0]} to ICL by layer")
 
 
 @needs(metrics=["alpha"])
@@ -66,35 +62,33 @@ def alpha(run: Run, model: str) -> Iterator[Chart]:
     """Alpha as bars, one for every dataset (the second paper's figure), and by layer."""
     chosen = plain(run.summary[run.summary["metric"] == "alpha"], model)
     if not chosen.empty:
-        datasets = list(chosen["dataset"].drop_duplicates())
-        places = [datasets.index(dataset) for dataset in chosen["dataset"]]
-        bars = lines(chosen.assign(place=places, label=chosen["init"], method="none"), "place")
+        places, datasets = pd.factorize(chosen["dataset"])
+        panels = [Panel("", lines(chosen.assign(place=places, label=chosen["init"], method="none"), "place"))]
         caption = (
             f"{model}. SimAM_delta between vanilla and layer-causal fine-tuning; error bars: standard deviation over "
             "seeds. The second paper draws about 0.1 to 0.2 for most datasets."
         )
         title = "alpha by dataset: how alike the two ways of fine-tuning are"
-        panels = [Panel("", bars)]
-        yield Chart(f"alpha_bars_{model}", title, caption, panels, "", "alpha", kind="bars", ticks=datasets)
-    yield from _by_layer(run, model, "alpha", "alpha", "alpha by layer: how alike the two ways of fine-tuning are")
+        yield Chart(f"alpha_bars_{model}", title, caption, panels, "", "alpha", kind="bars", ticks=list(datasets))
+    yield _by_layer(run, model, "alpha", "alpha", "alpha by layer: how alike the two ways of fine-tuning are")
 
 
-def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Iterator[Chart]:
+def _by_layer(run: Run, model: str, metric: str, name: str, title: str) -> Chart:
     """A metric of the plain runs against the layer."""
     panels = by_dataset(plain(run.layers[run.layers["metric"] == metric], model), "layer")
     panels = [replace(panel, series=_with_bands(panel.series, metric, [panel.title])) for panel in panels]
-    if panels:
-        caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
-        shown, unit, _ = shown_as(metric)
-        caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
-        yield Chart(f"{name}_{model}", title, caption, panels, "layer", f"{shown} ({unit})", zero=True)
+    caption = f"{model}. Mean over validation examples; error bars: standard deviation over seeds. Layers from 0."
+    shown, unit, _ = shown_as(metric)
+    return _against_layers(f"{name}_{model}", title, caption, panels, f"{shown} ({unit})")
+
+
+def _against_layers(name: str, title: str, caption: str, panels: Sequence[Panel], y: str) -> Chart:
+    caption += BANDS if any(one.reference for panel in panels for one in panel.series) else ""
+    return Chart(name, title, caption, panels, "layer", y, zero=True)
 
 
 def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> list[Series]:
-    """The lines, and beside those of the same init and method the authors' runs by layer, mean ± SD over runs.
-
-    A model of another depth has them stretched over its own.
-    """
+    """The lines, and beside those of the same init and method the authors' runs, stretched over the model's depth."""
     depth = max(max(line.x) for line in series)
     runs = authors_runs()
     runs = runs[(runs["metric"] == metric) & runs["layer"].notna() & runs["dataset"].isin(datasets)]
@@ -103,7 +97,7 @@ def _with_bands(series: Sequence[Series], metric: str, datasets: list[str]) -> l
     for (init, method), own in runs.groupby(["init", "method"]):
         label = f"{method}, {init}"
         if label in [line.label for line in series]:
-            line = own.groupby("layer")["value"].agg(mean="mean", sd="std").reset_index()
+            line = over_seeds(own, ["layer"]).sort_values("layer")
             stretched = line["layer"].astype(float) * depth / (len(line) - 1)
             tags = {"init": init, "method": method} | ({"dataset": datasets[0]} if len(datasets) == 1 else {})
             values = (list(stretched), list(line["mean"]), list(line["sd"]))
@@ -118,9 +112,8 @@ NEEDED = [metric.format(outcome) for metric in PARTS.values() for outcome in ("c
 @needs(metrics=NEEDED)
 def partition(run: Run, model: str) -> Iterator[Chart]:
     """Stacked bars: who changes predictions, split into changes that end right and that end wrong."""
-    counts = plain(run.summary, model).pivot_table(
-        index=["init", "method", "dataset"], columns="metric", values="mean", sort=False
-    )
+    known, index = plain(run.summary, model), ["init", "method", "dataset"]
+    counts = known.pivot_table(index=index, columns="metric", values="mean", sort=False)
     if not {"accuracy_ft", "examples", *NEEDED} <= set(counts):
         return
     counts = counts[counts["accuracy_ft"].notna()].fillna(0.0)
@@ -143,40 +136,34 @@ def partition(run: Run, model: str) -> Iterator[Chart]:
     yield Chart(f"partition_{model}", title, caption, panels, "", "examples (percent)", kind="bars", ticks=datasets)
 
 
-@needs(kept=["gradients", "whole_layers"])
+# What a run keeps of gradients -> the caption of its heat maps.
+GRADIENTS = {
+    "gradients": "Gradient of keys and values of each layer at each step, averaged over the scored tokens.",
+    "whole_layers": "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, "
+    "summed over the scored tokens (docs/protocol.md).",
+}
+
+
+@needs(kept=GRADIENTS)
 def gradient_norms(run: Run, model: str) -> Iterator[Chart]:
     """Heat maps layer x step, a panel for every dataset; the first seed. In both norms."""
-    ours = "Gradient of keys and values of each layer at each step, averaged over the scored tokens."
-    theirs = (
-        "As the second paper draws it: gradient of all parameters of a layer, whether they learn or not, summed over "
-        "the scored tokens (docs/protocol.md)."
-    )
-    yield from _heat_maps(run, model, run.gradients, "gradients", "Gradient norms", ours)
-    title = "Gradient norms of whole layers"
-    for chart in _heat_maps(run, model, run.whole_layers, "whole_gradients", title, theirs):
-        if chart.name.endswith("_pretrained_lcgd"):
-            tags = {"init": "pretrained", "method": "lcgd", "dataset": "subj"}
-            beside = Panel("subj: the authors' run", grid=authors_gradients().T, logarithmic=True, tags=tags)
-            words = f" The authors' run: {AUTHORS_MODEL}, seed 4, fp16, divided by its loss scale."
-            chart = replace(chart, panels=[*chart.panels, beside], caption=chart.caption + words)
-        yield chart
-
-
-def _heat_maps(
-    run: Run, model: str, grids: Mapping[str, np.ndarray], name: str, title: str, text: str
-) -> Iterator[Chart]:
-    """`grids` have (steps, layers) by the keys of cells."""
-    known = plain(run.planned, model)
-    known = known[known["key"].isin(grids)].drop_duplicates(["init", "method", "dataset"])
-    for (init, method), group in known.groupby(["init", "method"], sort=False):
-        panels = []
-        for cell in group.itertuples():
-            tags = {"init": init, "method": method, "dataset": cell.dataset}
-            grid = grids[cell.key].T  # (layers, steps)
-            panels.append(Panel(cell.dataset, grid=grid, logarithmic=method not in LINEAR, tags=tags))
-        titles = (f"{title} of {method} ({init})", f"{model}, {init}, first seed. {text}")
-        axes = ("demonstration (training step)", "layer", "heat")
-        yield Chart(f"{name}_{model}_{init}_{method}", *titles, panels, *axes, colour="gradient's l2 norm")
+    for kept, text in GRADIENTS.items():
+        grids, known, is_whole = getattr(run, kept), plain(run.planned, model), kept == "whole_layers"
+        known = known[known["key"].isin(grids)].drop_duplicates(["init", "method", "dataset"])
+        for (init, method), group in known.groupby(["init", "method"], sort=False):
+            panels, caption = [], f"{model}, {init}, first seed. {text}"
+            for cell in group.itertuples():
+                tags = {"init": init, "method": method, "dataset": cell.dataset}
+                grid = grids[cell.key].T  # (layers, steps)
+                panels.append(Panel(cell.dataset, grid=grid, logarithmic=method not in LINEAR, tags=tags))
+            if is_whole and (init, method) == ("pretrained", "lcgd"):
+                tags = {"init": init, "method": method, "dataset": "subj"}
+                panels.append(Panel("subj: the authors' run", (), authors_gradients().T, True, tags))
+                caption += f" The authors' run: {AUTHORS_MODEL}, seed 4, fp16, divided by its loss scale."
+            name = f"{'whole_gradients' if is_whole else 'gradients'}_{model}_{init}_{method}"
+            title = f"Gradient norms{' of whole layers' if is_whole else ''} of {method} ({init})"
+            axes = ("demonstration (training step)", "layer", "heat")
+            yield Chart(name, title, caption, panels, *axes, colour="gradient's l2 norm")
 
 
 @needs(metrics=BY_DEPTH)
@@ -219,25 +206,18 @@ def similarity_of_heads(run: Run, model: str) -> Iterator[Chart]:
 def step_sizes(run: Run, model: str) -> Iterator[Chart]:
     """The relative size of the plain run's steps by layer: a panel for every dataset, a line an init and method."""
     known = plain(run.planned[run.planned["key"].isin(run.step_sizes)], model)
-    rows = [
-        {"init": cell.init, "method": cell.method, "dataset": cell.dataset, "layer": layer, "size": np.log10(size)}
-        for cell in known.itertuples()
-        for layer, size in enumerate(run.step_sizes[str(cell.key)].mean(axis=0))
-        if size > 0
-    ]
-    if not rows:
-        return
-    groups = pd.DataFrame(rows).groupby(["dataset", "init", "method", "layer"], sort=False)["size"]
-    panels = by_dataset(groups.agg(mean="mean", sd="std").reset_index(), "layer")
+    sizes = [run.step_sizes[key].mean(axis=0) for key in known["key"]]  # (layers,) of every cell
+    points = known.assign(layer=[range(len(of_cell)) for of_cell in sizes], value=sizes).explode(["layer", "value"])
+    points = points[points["value"] > 0].astype({"value": float})
+    points = over_seeds(points.assign(value=np.log10(points["value"])), ["dataset", "init", "method", "layer"])
     caption = (
         f"{model}. Length of a step of what learns in a layer, divided by the length of these weights; mean over the "
         "steps of fine-tuning, as a power of ten. Error bars: standard deviation over seeds. Layers from 0."
     )
-    title = "How far a step moves the weights, by layer"
+    title, panels = "How far a step moves the weights, by layer", by_dataset(points, "layer")
     yield Chart(f"step_sizes_{model}", title, caption, panels, "layer", "log10 of |dW| / |W|")
 
 
-RATIO = f"{LENGTH_RATIO}sim_aou"
 BY_LENGTH = {"sim_aou_norm": "sim_aou_norm_random_matched", "sim_aou_projected": ""}
 """Metrics to be shown against the length of the update, and what a random update as long has."""
 LENGTHS = np.geomspace(0.05, 20, 40)
@@ -251,17 +231,15 @@ def against_length(run: Run, model: str) -> Iterator[Chart]:
     known = known[(known["init"] == "pretrained") & known["method"].isin(["gd", "lcgd"])]
     table = known.pivot_table(index=["dataset", "method", "layer"], columns="metric", values="mean", sort=False)
     for metric in (metric for metric in BY_LENGTH if {metric, RATIO} <= set(table)):
-        panels, told = [], []
-        for dataset, own in table.groupby(level="dataset", sort=False):
-            series = []
-            for method, line in own.groupby(level="method", sort=False):
-                tags = {"dataset": str(dataset), "method": str(method), "init": "pretrained"}
-                for label, y in ((method, metric), (f"random, as long as {method}'s", BY_LENGTH[metric])):
-                    if y in line:
-                        shown = line[[RATIO, y]].dropna().sort_values(RATIO)
-                        series.append(Series(str(label), list(shown[RATIO]), list(shown[y]), tags=tags))
-            panels.append(Panel(str(dataset), series, tags={"dataset": str(dataset)}))
-            told.append(f"{dataset}: {', '.join(f'{one.label} {at_one(one)}' for one in series)}")
+        series = []
+        for (dataset, method), line in table.groupby(level=["dataset", "method"], sort=False):
+            tags = {"dataset": dataset, "method": method, "init": "pretrained"}
+            for label, y in ((method, metric), (f"random, as long as {method}'s", BY_LENGTH[metric])):
+                if y in line:
+                    shown = line[[RATIO, y]].dropna().sort_values(RATIO)
+                    series.append(Series(label, list(shown[RATIO]), list(shown[y]), tags=tags))
+        panels = panels_of(series)
+        told = [f"{panel.title}: {', '.join(f'{x.label} {at_one(x)}' for x in panel.series)}" for panel in panels]
         name = shown_as(metric)[0]
         caption = (
             f"{model}. A point is a layer (mean over seeds). 1: FT moves the attention output as far as ICL does."
@@ -284,10 +262,16 @@ def random_updates(run: Run, model: str) -> Iterator[Chart]:
     if "sim_aou_norm_random_matched" not in set(run.summary.loc[run.summary["model"] == model, "metric"]):
         return
     exact = (1 - 1 / np.sqrt(1 + LENGTHS**2)) / 2  # metrics/attention_outputs.py derives it
-    drawn = np.array([similarity_of_random(length) for length in LENGTHS[::4]])  # (lengths, draws)
+    random = np.random.default_rng(0).standard_normal((3, DRAWS, WIDTH))
+    state, *updates = random / np.linalg.norm(random, axis=-1, keepdims=True)  # (draws, width) each
+    drawn = []  # (lengths, draws)
+    for length in LENGTHS[::4]:
+        moved = [state + length * update for update in updates]
+        one, other = (there / np.linalg.norm(there, axis=-1, keepdims=True) - state for there in moved)
+        drawn.append((one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1))
     series = [
         Series("updates orthogonal to each other and to the state", list(LENGTHS), list(exact)),
-        Series("drawn", list(LENGTHS[::4]), list(drawn.mean(1)), list(drawn.std(1))),
+        Series("drawn", list(LENGTHS[::4]), list(np.mean(drawn, 1)), list(np.std(drawn, 1))),
         Series("both double the norm of the state", [3**0.5], [0.25]),
     ]
     caption = (
@@ -299,35 +283,9 @@ def random_updates(run: Run, model: str) -> Iterator[Chart]:
     yield Chart(f"random_updates_{model}", title, caption, [Panel("", series)], *axis, scale="log", zero=True)
 
 
-def similarity_of_random(length: float) -> np.ndarray:
-    """SimAOU_norm of pairs of random updates of a length, to a state of length 1: (draws,)"""
-    draw = np.random.default_rng(0).standard_normal((3, DRAWS, WIDTH))
-    state, *updates = draw / np.linalg.norm(draw, axis=-1, keepdims=True)
-    moved = [state + length * update for update in updates]
-    one, other = (there / np.linalg.norm(there, axis=-1, keepdims=True) - state for there in moved)
-    return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
-
-
-FIGURES = (
-    experiments.nearest_account,
-    over_tasks,
-    similarities,
-    alpha,
-    similarity_of_heads,
-    accuracy_by_depth,
-    experiments.short_circuits,
-    experiments.dynamics,
-    experiments.accuracy_by_order,
-    step_sizes,
-    steps.step_figures,
-    partition,
-    gradient_norms,
-    experiments.clipping,
-    experiments.accuracy_by_k,
-    rate_figures,
-    displacement_figures,
-    experiments.learning_rates,
-    experiments.switched_labels,
-    against_length,
-    random_updates,
-)
+FIGURES = [experiments.nearest_account, over_tasks, similarities, alpha, similarity_of_heads, accuracy_by_depth]
+FIGURES += [experiments.short_circuits, experiments.dynamics, experiments.accuracy_by_order, step_sizes, step_figures]
+FIGURES += [partition, gradient_norms, experiments.clipping, experiments.accuracy_by_k, rate_figures]
+FIGURES += [displacement_figures, experiments.learning_rates, experiments.switched_labels, against_length]
+FIGURES += [random_updates]
+"""In the order of the page."""

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from fairseq_icl.replication.report import Contents
 
 HERE = Path(__file__).parent
-MOST_BYTES = 2_500_000
-"""Of all examples together: the page stays small enough to be sent around."""
+MOST_BYTES = 2_500_000  # of all examples together: the page stays small enough to be sent around
 CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", TOO_FEW: "open"}
 
 
@@ -40,8 +39,10 @@ def page(contents: "Contents", charts: Sequence[Chart]) -> str:
     copied = {name: {"csv": text.csv_of(sheet.lines), "latex": text.latex(sheet)} for name, sheet in sheets.items()}
     examples = page_examples(run)
     data = {"charts": [chart.data() for chart in charts], "sheets": copied, "examples": examples}
+    theirs = [("the authors' own runs (1.3b)", authors_verdicts())] if verdicts else []
     tables = [("papers", "The papers' tables", contents.papers), ("variants", "Variants", contents.comparisons)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"text": text, "summary": summary, "anchor": anchor, "classes": CLASSES}
     return environment.from_string(template).render(
         title=f"Report: {', '.join(run.experiments)}",
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -50,15 +51,9 @@ def page(contents: "Contents", charts: Sequence[Chart]) -> str:
         # A data block is not run; "<" cannot end it early.
         data=json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         contents=contents,
-        run=run,
-        text=text,
-        summary=summary,
         sheets=sheets,
-        anchor=anchor,
-        classes=CLASSES,
         papers=published_figures()["papers"],
-        columns=[*((f"here: {model}", found) for model, found in verdicts.items())]
-        + ([("the authors' own runs (1.3b)", authors_verdicts())] if verdicts else []),
+        columns=[*((f"here: {model}", found) for model, found in verdicts.items()), *theirs],
         tables=[(name, words, _paired(found, models)) for name, words, found in tables if found],
         overviews=_paired(contents.overviews, models),
         charts=_paired(charts, models),
@@ -74,17 +69,14 @@ def _paired(items: Sequence[Any], models: Sequence[str]) -> list[list[Any]]:
     return [list(group) for _, group in groupby(items, key=lambda item: re.sub(names, "", item.title))]
 
 
-def _cells(run: Run) -> list[tuple[str, str, str]]:
+def _cells(run: Run) -> Iterator[tuple[str, str, str]]:
     """Every planned cell: key, what it is, and its configuration (none: it is missing)."""
-    cells = []
     for key, group in run.planned.groupby("key", sort=False):
         cell, variants = group.iloc[0], "; ".join(filter(None, group["variant"]))
         place = f"{cell['model']}, {cell['init']}, {cell['dataset']}, seed {cell['seed']}"
         label = f"{place}, permutation {cell['permutation']}, {cell['method']}{variants and f' [{variants}]'} ({key})"
         known = key in run.configurations
-        text = json.dumps(run.configurations[key], indent=1, ensure_ascii=False) if known else ""
-        cells.append((str(key), label, text))
-    return cells
+        yield key, label, json.dumps(run.configurations[key], indent=1, ensure_ascii=False) if known else ""
 
 
 def page_examples(run: Run) -> list[dict[str, Any]]:
@@ -94,13 +86,12 @@ def page_examples(run: Run) -> list[dict[str, Any]]:
     cells = cells.sort_values("init", key=lambda init: init != "pretrained", kind="stable")
     groups, room = [], MOST_BYTES
     for cell in cells.to_dict("records"):
-        kept = run.cell_folder(cell["model"], cell["key"]).examples()
-        if kept is not None:
-            group = {name: str(cell[name]) for name in ("model", "init", "dataset", "method", "seed", "key")} | kept
-            size = len(json.dumps(group, ensure_ascii=False).encode())
-            if size <= room:
-                groups.append(group)
-                room -= size
+        kept = run.cell_folder(cell["model"], cell["key"]).examples() or {}
+        group = {name: str(cell[name]) for name in ("model", "init", "dataset", "method", "seed", "key")} | kept
+        size = len(json.dumps(group, ensure_ascii=False).encode())
+        if kept and size <= room:
+            groups.append(group)
+            room -= size
     return groups
 
 

@@ -25,36 +25,27 @@ def drawings(charts: Iterable[Chart]) -> Iterator[Drawing]:
                 {"lines": _lines, "bars": _bars, "heat": _heat}[chart.kind](ax, chart, panel, figure)
                 ax.set_xlabel(chart.x)
                 ax.set_ylabel(chart.y)
-            if (
-                chart.kind == "heat"
-                and len({panel.grid.shape for panel in chart.panels if panel.grid is not None}) == 1
-            ):
-                _name_layers_once(axes)
+            if len({panel.grid.shape for panel in chart.panels if panel.grid is not None}) == 1:
+                for ax in axes:  # all heat maps have the same layers: numbered in the first column alone
+                    place = ax.get_subplotspec()
+                    if place is not None and not place.is_first_col():
+                        ax.set_ylabel("")
+                        ax.tick_params(labelleft=False)
             legend_below(figure, axes)
         yield Drawing(chart.name, chart.title, chart.caption, figure)
 
 
-def _looks(chart: Chart) -> dict[str, dict[str, Any]]:
-    """Label -> style, the same in all panels; a reference looks like what it stands beside."""
-    own = dict.fromkeys(series.label for panel in chart.panels for series in panel.series if not series.reference)
-    looks = dict(zip(own, styles(), strict=False))
-    for panel in chart.panels:
-        for series in panel.series:
-            if series.reference:
-                looks[series.label] = looks.get(series.like, {"color": "0.5"})
-    return looks
-
-
 def _lines(ax: Axes, chart: Chart, panel: Panel, figure: Figure) -> None:
-    looks = _looks(chart)
+    own = dict.fromkeys(series.label for panel in chart.panels for series in panel.series if not series.reference)
+    looks = dict(zip(own, styles(), strict=False))  # by label, the same in all panels
     for series in panel.series:
-        look = looks[series.label]
         x, y, spread = _arrays(series)
-        if series.reference:
-            ax.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.2, linewidth=0, label=series.label)
-            ax.plot(x, y, color=look["color"], linewidth=0.8, alpha=0.6)
+        if series.reference:  # it looks like what it stands beside
+            colour = looks.get(series.like, {"color": "0.5"})["color"]
+            ax.fill_between(x, y - spread, y + spread, color=colour, alpha=0.2, linewidth=0, label=series.label)
+            ax.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
         else:
-            ax.errorbar(x, y, yerr=spread, label=series.label, **look)
+            ax.errorbar(x, y, yerr=spread, label=series.label, **looks[series.label])
     if chart.zero:
         ax.axhline(0, color="black", linewidth=0.6)
     if chart.ticks:
@@ -98,15 +89,6 @@ def _heat(ax: Axes, chart: Chart, panel: Panel, figure: Figure) -> None:
     # Most of a figure's time goes into the text of ticks: few on the bars, none twice.
     label = f"log10 of the {chart.colour}" if panel.logarithmic else chart.colour
     figure.colorbar(image, ax=ax, label=label, ticks=MaxNLocator(4)).minorticks_off()
-
-
-def _name_layers_once(axes: list[Axes]) -> None:
-    """Leave the vertical axis its numbers in the first column alone, where all panels have the same."""
-    for ax in axes:
-        place = ax.get_subplotspec()
-        if place is not None and not place.is_first_col():
-            ax.set_ylabel("")
-            ax.tick_params(labelleft=False)
 
 
 def _arrays(series: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

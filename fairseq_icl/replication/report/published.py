@@ -15,14 +15,12 @@ from fairseq_icl.files import PACKAGE, reason_of
 from fairseq_icl.typed import Typed, validated
 
 FOLDER = PACKAGE / "config" / "published"
-PLACE = ("metric", "method", "init", "clip_norm", "dataset", "precision")
-AUTHORS_MODEL = "1.3b"
-"""The model of all of the authors' runs that are known."""
+PLACE = ["metric", "method", "init", "clip_norm", "dataset", "precision"]
+AUTHORS_MODEL = "1.3b"  # of all of the authors' runs that are known
 LOGS = ("authors_runs.csv", "authors_runs_more.csv")
 DEMONSTRATIONS, MOST_VALIDATION = 32, 2000
 RUN = ["dataset", "method", "init", "seed", "permutation"]
-NO_TRAINING = {"no-training": ("layer-norms", "untrained")}
-"""A name of an init in published tables and claims -> the inits it may stand for, the authors' first."""
+NO_TRAINING = {"no-training": ("layer-norms", "untrained")}  # a name in tables and claims -> inits, the authors' first
 
 
 @cache
@@ -146,19 +144,14 @@ def all_logs() -> pd.DataFrame:
     """
     parts = [pd.read_csv(FOLDER / name, dtype={"clip_norm": str, "layer": str}) for name in LOGS]
     changes = authors_prediction_changes()
-    counted = changes.assign(
-        metric="rpa_same_label",
-        layer="all",
-        value=changes["same_changes"] / (changes["icl_changed"] + changes["ft_changed"] - changes["same_changes"]),
-        repeat=1,
-    )
+    shares = changes["same_changes"] / (changes["icl_changed"] + changes["ft_changed"] - changes["same_changes"])
+    counted = changes.assign(metric="rpa_same_label", layer="all", value=shares, repeat=1)
     table = pd.concat([*parts, counted[[*RUN, *parts[1].columns.difference(RUN)]]], ignore_index=True)
     table["repeat"] = table["repeat"].fillna(0).astype(int)
     table["clip_norm"] = pd.to_numeric(table["clip_norm"], errors="coerce")
-    table = table[table["clip_norm"].notna()]
     table["layer"] = pd.to_numeric(table["layer"], errors="coerce").astype("Int64")  # "all" -> missing
-    percent = table["metric"] == "rec2ftp"
-    table.loc[percent, "value"] = table.loc[percent, "value"] / 100
+    table["value"] = table["value"].mask(table["metric"] == "rec2ftp", table["value"] / 100)  # printed in percent
+    table = table[table["clip_norm"].notna()]
     # A run of which the drafts' history and the released logs both tell comes first as released.
     return table.sort_values("source", key=lambda source: ~source.str.startswith("master"), kind="stable")
 
@@ -166,9 +159,8 @@ def all_logs() -> pd.DataFrame:
 @cache
 def authors_runs() -> pd.DataFrame:
     """The authors' runs with 32 demonstrations, each once: columns as in `all_logs`."""
-    logs = all_logs()
-    kept = logs[logs["k"] == DEMONSTRATIONS].drop_duplicates([*RUN, "clip_norm", "precision", "metric", "layer"])
-    return kept.reset_index(drop=True)
+    logs, same = all_logs(), [*RUN, "clip_norm", "precision", "metric", "layer"]
+    return logs[logs["k"] == DEMONSTRATIONS].drop_duplicates(same, ignore_index=True)
 
 
 @cache
@@ -179,10 +171,7 @@ def authors_prediction_changes() -> pd.DataFrame:
 
 @cache
 def authors_noise() -> dict[tuple[Any, ...], tuple[float, float]]:
-    """(metric, method, init, clip_norm, dataset, precision) -> how far repeats of one run lie apart.
-
-    Overall, and at most in one layer; of configurations that the authors ran more than once.
-    """
+    """PLACE -> how far repeats of one run lie apart, overall and at most in one layer, where there are repeats."""
     logs = all_logs().assign(by_layer=lambda logs: logs["layer"].notna(), layer=lambda logs: logs["layer"].fillna(-1))
     groups = logs.groupby([*PLACE, "seed", "permutation", "k", "by_layer", "layer"])["value"]
     spread = (groups.max() - groups.min())[groups.size() > 1]
@@ -192,13 +181,10 @@ def authors_noise() -> dict[tuple[Any, ...], tuple[float, float]]:
 
 @cache
 def authors_means() -> dict[tuple[Any, ...], tuple[float, float, int]]:
-    """(metric, method, init, clip_norm, dataset, precision) -> mean, SD and number of the authors' runs.
-
-    Of those that the paper is about; of further ones where it has none.
-    """
-    overall, place = authors_runs()[authors_runs()["layer"].isna()], [*PLACE]
-    paper = overall["repeat"] == overall.groupby(place)["repeat"].transform("min")
-    groups = overall[paper].groupby(place)["value"]
+    """PLACE -> mean, SD and number of the authors' runs that the paper is about; of further ones where it has none."""
+    overall = authors_runs()[authors_runs()["layer"].isna()]
+    paper = overall["repeat"] == overall.groupby(PLACE)["repeat"].transform("min")
+    groups = overall[paper].groupby(PLACE)["value"]
     return {key: (float(runs.mean()), float(runs.std()), len(runs)) for key, runs in groups}
 
 

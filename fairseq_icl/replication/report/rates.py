@@ -16,19 +16,17 @@ import pandas as pd
 import yaml
 
 from fairseq_icl.files import write_atomically
-from fairseq_icl.replication.report.charts import Chart, Panel, Series
+from fairseq_icl.replication.report.charts import Chart, Series, panels_of
 from fairseq_icl.replication.report.experiments import pooled
 from fairseq_icl.replication.report.run import Run, needs
-from fairseq_icl.replication.report.tables import Entry, Table
+from fairseq_icl.replication.report.tables import Entry, Table, number
 
-SEARCHED = "queries=train"
-"""The setting by which cells of a search are known."""
-LABELS, TEXT = "log_likelihood_ft", "demonstration_log_likelihood_ft"
-"""The criterion, and the fine-tuning loss (negated), which counts every token of the demonstration."""
-OUTCOMES = (LABELS, "auc_ft")
-"""What rounding must not decide."""
-DRAWS = [1, 2]
-"""Perturbations that a rate is tested with, at every seed."""
+SEARCHED = "queries=train"  # the setting by which cells of a search are known
+LABELS = "log_likelihood_ft"  # the criterion
+TEXT = "demonstration_log_likelihood_ft"  # the fine-tuning loss (negated), which counts every token
+OUTCOMES = (LABELS, "auc_ft")  # what rounding must not decide
+UNTRIED: dict[str, Any] = {"keys": (), "runs": 0}
+DRAWS = [1, 2]  # perturbations that a rate is tested with, at every seed
 HEADER = """\
 # Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid after which labels
 # that were not trained on are most likely, among those whose outcome depends less on rounding than on the seed.
@@ -95,19 +93,14 @@ def half_decade(rate: float, steps: int) -> float:
 
 
 def choose_rates(run: Run, keys: Collection[str] | None = None) -> list[Choice]:
-    """A choice for every model, dataset and method that was tried with several rates, on rows of the train split.
-
-    `keys`: of the cells to go by; all of the run, if not said.
-    """
-    settings = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
+    """A choice for every model, dataset and method tried with several rates on train rows, in the cells with `keys`."""
+    settings = run.settings
     searched = [key for key, of in settings.items() if of.get("queries") == "train" and of.get("lr") is not None]
     chosen = run.values["key"].isin(searched if keys is None else set(searched) & set(keys))
     values = run.values[chosen & run.values["layer"].isna() & (run.values["init"] == "pretrained")]
     values = values[values["metric"].isin({*OUTCOMES, TEXT})].drop_duplicates(["key", "metric"])
-    values = values.assign(
-        lr=[settings[key]["lr"] for key in values["key"]],
-        draw=[settings[key].get("perturbation", 0) for key in values["key"]],
-    )
+    draws = [settings[key].get("perturbation", 0) for key in values["key"]]
+    values = values.assign(lr=[settings[key]["lr"] for key in values["key"]], draw=draws)
     groups = values.groupby(["model", "dataset", "method"], sort=False)
     return [
         Choice(model, dataset, method, pd.DataFrame({rate: _tried(cells) for rate, cells in group.groupby("lr")}).T)
@@ -153,7 +146,7 @@ def rate_tables(run: Run) -> list[Table]:
     for model in dict.fromkeys(choice.model for choice in choices):
         own = [choice for choice in choices if choice.model == model]
         rates = sorted({rate for choice in own for rate in choice.tried.index})
-        rows = [row for choice in own for row in _rows(choice, rates)]
+        rows = []
         notes = [
             "Log-likelihood of labels given their inputs, on rows that were not trained on; SD over seeds. The best "
             "admitted rate by it is chosen. Text: of all tokens of the row (the fine-tuning loss, negated), and what "
@@ -161,6 +154,14 @@ def rate_tables(run: Run) -> list[Table]:
             "last place, in several draws; a rate is admitted if this, and that of the AUC, is below the SD over seeds."
         ]
         for choice in own:
+            lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
+            for label, (name, best) in {**lines, "rounding": (f"{LABELS} by rounding", None)}.items():
+                known: list[Any] = [choice.tried.loc[x] if x in choice.tried.index else UNTRIED for x in rates]
+                numbers = [(number(at.get(name)), number(at.get(f"{name} sd"))) for at in known]
+                entries = [
+                    Entry(*x, runs=int(at["runs"]), keys=at["keys"]) for x, at in zip(numbers, known, strict=True)
+                ]
+                rows.append((f"{choice.dataset}: {choice.method}, {label}", (*entries, Entry(best))))
             refused = [f"{rate:g}" for rate in choice.tried.index if choice.is_admitted(rate) is False]
             told = [f"not admitted: {', '.join(refused)}"] * bool(refused) + [choice.problem] * bool(choice.problem)
             notes += [f"{choice.dataset}, {choice.method}: {'; '.join(told)}."] * bool(told)
@@ -170,42 +171,22 @@ def rate_tables(run: Run) -> list[Table]:
     return tables
 
 
-def _rows(choice: Choice, rates: list[float]) -> Iterator[tuple[str, tuple[Entry, ...]]]:
-    lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
-    for label, (name, best) in {**lines, "rounding": (f"{LABELS} by rounding", None)}.items():
-        entries = []
-        for rate in rates:
-            known: Any = choice.tried.loc[rate] if rate in choice.tried.index else {"keys": (), "runs": 0}
-            mean, sd = (None if pd.isna(x := known.get(key)) else float(x) for key in (name, f"{name} sd"))
-            entries.append(Entry(mean, sd, runs=int(known["runs"]), keys=known["keys"]))
-        yield f"{choice.dataset}: {choice.method}, {label}", (*entries, Entry(best))
-
-
 @needs(settings=[SEARCHED])
 def rate_figures(run: Run, model: str) -> Iterator[Chart]:
     """The likelihood of labels, and that of the text, against the learning rate, with the best rate of each."""
     choices = [choice for choice in choose_rates(run) if choice.model == model]
     for name, words in ((LABELS, "labels that were not trained on"), (TEXT, "rows that were not trained on")):
-        panels: dict[str, list[Series]] = {}
+        series = []
         for choice in choices:
             tags = {"method": choice.method, "dataset": choice.dataset}
             best = choice.rate if name == LABELS else choice.by_text
             curve = choice.tried[[name, f"{name} sd"]].astype(float).dropna(subset=[name])
-            points = [Series(choice.method, list(curve.index), list(curve[name]), list(curve[f"{name} sd"]), tags)]
+            series.append(Series(choice.method, list(curve.index), list(curve[name]), list(curve[f"{name} sd"]), tags))
             if best is not None:
-                top = float(choice.tried.loc[best, name])
-                points.append(Series(f"{choice.method}, best", [best], [top], tags=tags))
-            panels[choice.dataset] = [*panels.get(choice.dataset, []), *points]
-        if panels:
-            yield Chart(
-                f"rates_{name}_{model}",
-                f"Likelihood of {words} against the learning rate",
-                f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds.",
-                [Panel(dataset, series, tags={"dataset": dataset}) for dataset, series in panels.items()],
-                "learning rate",
-                "log-likelihood (nats)",
-                scale="log",
-            )
+                series.append(Series(f"{choice.method}, best", [best], [float(curve.loc[best, name])], tags=tags))
+        title, axes = f"Likelihood of {words} against the learning rate", ("learning rate", "log-likelihood (nats)")
+        caption = f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds."
+        yield Chart(f"rates_{name}_{model}", title, caption, panels_of(series), *axes, scale="log")
 
 
 def write_model_files(run: Run, folder: Path) -> list[Path]:

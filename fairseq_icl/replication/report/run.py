@@ -19,14 +19,17 @@ from fairseq_icl.replication.plan import borrowed_rate
 from fairseq_icl.results import heatmap_matrix, step_size_matrix, whole_layer_matrix
 from fairseq_icl.settings import SETTINGS
 
-IDENTITY = ["model", "init", "dataset", "method", "variant"]
-"""What a number in a table belongs to; seeds are averaged over."""
-AVERAGED = ("seed", "permutation", "init")
-"""Settings that are told apart elsewhere, or averaged over."""
+IDENTITY = ["model", "init", "dataset", "method", "variant"]  # of a number in a table; seeds are averaged over
+AVERAGED = ("seed", "permutation", "init")  # settings that are told apart elsewhere, or averaged over
 BY_KEY = ("configurations", "gradients", "whole_layers", "models", "curves", "step_sizes", "steps")
 """What a run has by the keys of cells (or the names of models)."""
-MOST_NAMED = 5
-"""Cells that a warning names."""
+MOST_NAMED = 5  # cells that a warning names
+DIFFERENT = {
+    "machine": "The cells of this folder were computed with different {} ({}): they differ by rounding, which "
+    "fine-tuning amplifies (experiment=stability measures it).",
+    "versions": "The cells of this folder were computed with several versions of {} ({}).",
+}
+"""Part of a cell's configuration -> the warning if something in it is not the same in all cells."""
 Part = TypeVar("Part", bound=Callable[..., Any])
 
 
@@ -38,40 +41,34 @@ class Run:
     planned: pd.DataFrame
     """One row a planned cell: IDENTITY, plain_model (its name without what tells it apart), seed, permutation, key,
     finished."""
-    configurations: dict[str, dict[str, Any]]
-    """Key -> the cell's configuration, with the command that fine-tunes it."""
+    configurations: dict[str, dict[str, Any]]  # key -> the cell's configuration, with the command that fine-tunes it
     values: pd.DataFrame
     """Means of all finished cells: IDENTITY, seed, permutation, key, metric, layer, value, low, high."""
     experiments: list[str]
-    tables: list[str]
-    """Names of the published tables to show."""
+    tables: list[str]  # names of the published tables to show
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     """Key -> l2 norm of each layer's gradient at each step: (steps, layers)."""
     whole_layers: dict[str, np.ndarray] = field(default_factory=dict)
     """The same of all parameters of a layer, summed over tokens; of cells with gradient_norms=all."""
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a model -> what `model` was in the configuration."""
-    curves: dict[str, pd.DataFrame] = field(default_factory=dict)
-    """Key -> metrics after each demonstration (CURVE_COLUMNS)."""
-    step_sizes: dict[str, np.ndarray] = field(default_factory=dict)
-    """Key -> relative size |dW| / |W| of each layer's step: (steps, layers)."""
-    steps: dict[str, pd.DataFrame] = field(default_factory=dict)
-    """Key -> loss_bits, sample_size and gradient_norm of each step of fine-tuning."""
-    folders: dict[str, Path] = field(default_factory=dict)
-    """Model -> the results folder it comes from, where there are several."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> what `model` was in the configuration
+    curves: dict[str, pd.DataFrame] = field(default_factory=dict)  # key -> metrics after each demonstration
+    step_sizes: dict[str, np.ndarray] = field(default_factory=dict)  # key -> |dW| / |W|: (steps, layers)
+    steps: dict[str, pd.DataFrame] = field(default_factory=dict)  # key -> what `steps_of` says
+    folders: dict[str, Path] = field(default_factory=dict)  # model -> its results folder, where there are several
 
     def cell_folder(self, model: str, key: str) -> CellFolder:
         """The files of a finished cell."""
         return ResultsFolder(self.folders.get(model, self.folder), create=False).cell(key)
 
-    def setting(self, name: str, keys: pd.Series) -> pd.Series:
-        """The value of a setting of the cells with these keys."""
-        return keys.map(lambda key: self.configurations[key]["cell"]["settings"].get(name))
+    @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Key -> the settings of the cell."""
+        return {key: said["cell"]["settings"] for key, said in self.configurations.items()}
 
     @cached_property
     def content(self) -> dict[str, set[str]]:
         """What there is to show: metrics, what differs between cells, values of settings, records and experiments."""
-        settings = pd.DataFrame([said["cell"]["settings"] for said in self.configurations.values()]).astype(str)
+        settings = pd.DataFrame(list(self.settings.values())).astype(str)
         planned = self.planned[[*IDENTITY, "permutation"]]
         return {
             "metrics": set(self.values["metric"]),
@@ -87,33 +84,22 @@ class Run:
         return self.planned[~self.planned["finished"]]
 
     @property
-    def precisions(self) -> list[str]:
-        """In which the finished cells were computed; results from before there was a choice are in fp32."""
-        return sorted({said["cell"]["settings"].get("precision", "fp32") for said in self.configurations.values()})
-
-    @property
     def computed_in(self) -> str:
-        """The precisions in words."""
-        return f"Computed in {', '.join(self.precisions)}." if self.precisions else ""
+        """The precisions of the finished cells in words; results from before there was a choice are in fp32."""
+        found = sorted({settings.get("precision", "fp32") for settings in self.settings.values()})
+        return f"Computed in {', '.join(found)}." if found else ""
 
     @property
     def warnings(self) -> list[str]:
         """What a reader of the tables has to know: cells rounded differently, rows that are not those of the papers."""
-        warnings = []
-        machines = [said.get("machine") for said in self.configurations.values()]
-        for name in ("threads", "device", "precision"):
-            found = {str(machine[name]) for machine in machines if isinstance(machine, dict) and name in machine}
-            if len(found) > 1:
-                warnings.append(
-                    f"The cells of this folder were computed with different {name} ({', '.join(sorted(found))}): they "
-                    "differ by rounding, which fine-tuning amplifies (experiment=stability measures it)."
-                )
-        versions = [said.get("versions") for said in self.configurations.values()]
-        for name in dict.fromkeys(name for said in versions if isinstance(said, dict) for name in said):
-            found = {str(said[name]) for said in versions if isinstance(said, dict) and name in said}
-            if len(found) > 1:
-                told = ", ".join(sorted(found))
-                warnings.append(f"The cells of this folder were computed with several versions of {name} ({told}).")
+        said, warnings = list(self.configurations.values()), []
+        for part, words in DIFFERENT.items():
+            records = [one.get(part, {}) for one in said]
+            names = dict.fromkeys(name for record in records for name in record)
+            for name in ("threads", "device", "precision") if part == "machine" else names:
+                found = sorted({str(record[name]) for record in records if name in record})
+                if len(found) > 1:
+                    warnings.append(words.format(name, ", ".join(found)))
         skipped = self.values[(self.values["metric"] == "skipped_updates") & (self.values["value"] > 0)]
         if len(skipped):
             worst = skipped.drop_duplicates("key").sort_values("value", ascending=False).head(MOST_NAMED)
@@ -122,20 +108,13 @@ class Run:
                 f"Updates of fine-tuning were skipped in {skipped['key'].nunique()} cells, whose demonstrations were "
                 f"not all learnt from ({'; '.join(named)})."
             )
-        cells = [(said["cell"], said.get("lr_made_for")) for said in self.configurations.values()]
-        rates = [(cell["dataset"], cell["model"], lender) for cell, lender in cells if lender]
-        warnings += [borrowed_rate(*of) for of in dict.fromkeys(rates) if of[1] != of[2]]
-        return warnings + self._warnings_of_rows()
-
-    def _warnings_of_rows(self) -> list[str]:
-        """Datasets whose rows differ within the folder, or from those of the papers: a seed draws others."""
-        seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for said in self.configurations.values():
-            rows = said.get("rows")  # results of earlier versions have none
-            for split, record in rows.items() if isinstance(rows, dict) else ():
-                if isinstance(record, dict):
-                    seen.setdefault((str(said["cell"].get("dataset")), str(split)), []).append(record)
-        warnings = []
+        lent = [(one["cell"], one["lr_made_for"]) for one in said if one.get("lr_made_for")]
+        rates = dict.fromkeys((cell["dataset"], cell["model"], lender) for cell, lender in lent)
+        warnings += [borrowed_rate(*of) for of in rates if of[1] != of[2]]
+        seen: dict[tuple[str, str], list[dict[str, Any]]] = {}  # what is known of the rows of a dataset and split
+        for one in said:
+            for split, record in one.get("rows", {}).items():  # results of earlier versions have none
+                seen.setdefault((str(one["cell"].get("dataset")), split), []).append(record)
         for (dataset, split), records in seen.items():
             if len({str(record.get("sha256")) for record in records}) > 1:
                 warnings.append(f"{dataset}: cells of this folder read different {split} rows, or in different orders.")
@@ -151,44 +130,35 @@ class Run:
         """For every IDENTITY and metric: mean, sd, runs over seeds, and the mean bootstrap limits low and high."""
         overall = self.values[self.values["layer"].isna()]
         groups = overall.groupby([*IDENTITY, "metric"], sort=False)
-        return groups.agg(
-            mean=("value", "mean"),
-            sd=("value", "std"),
-            least=("value", "min"),
-            runs=("value", "size"),
-            low=("low", "mean"),
-            high=("high", "mean"),
-            keys=("key", list),
-        ).reset_index()
+        how = {"mean": "mean", "sd": "std", "least": "min", "runs": "size"}
+        of_values = {name: ("value", function) for name, function in how.items()}
+        return groups.agg(**of_values, low=("low", "mean"), high=("high", "mean"), keys=("key", list)).reset_index()
 
     @cached_property
     def layers(self) -> pd.DataFrame:
         """For every IDENTITY, metric and layer: mean, sd and runs over seeds."""
-        single = self.values[self.values["layer"].notna()]
-        groups = single.groupby([*IDENTITY, "metric", "layer"], sort=False)
-        return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
+        return over_seeds(self.values[self.values["layer"].notna()], [*IDENTITY, "metric", "layer"])
 
     def against(self, *settings: str) -> pd.DataFrame:
         """Means by IDENTITY without the variant, metric and the values of `settings`: mean, sd and runs over seeds."""
-        overall = self.values[self.values["layer"].isna()]
-        cells = {key: configuration["cell"]["settings"] for key, configuration in self.configurations.items()}
+        overall, cells = self.values[self.values["layer"].isna()], self.settings
         if "perturbation" not in settings:  # a cell with its weights moved is no further seed
             overall = overall[[not cells[key].get("perturbation") for key in overall["key"]]]
         # Other variants (a clipped one, say) are told apart by all settings but these.
         others = {key: json.dumps({n: v for n, v in cell.items() if n not in settings}) for key, cell in cells.items()}
-        overall = overall.assign(
-            others=overall["key"].map(others),
-            **{setting: [cells[key].get(setting) for key in overall["key"]] for setting in settings},
-        )
+        own = {name: [cells[key].get(name) for key in overall["key"]] for name in settings}
+        overall = overall.assign(others=overall["key"].map(others), **own)
         plain = overall.loc[overall["variant"] == "", "others"]
         if not plain.empty:
             overall = overall[overall["others"].isin(set(plain))]
-        identity = [name for name in IDENTITY if name != "variant"]
-        told_by = [f"{name}=" for name in settings]
-        plain_name = overall["model"].map(lambda model: not any(word in model for word in told_by))
+        plain_name = overall["model"].map(lambda model: not any(f"{name}=" in model for name in settings))
         overall = overall.assign(model=overall["model"].where(plain_name, overall["plain_model"]))
-        groups = overall.groupby([*identity, "metric", *settings], sort=False)
-        return groups.agg(mean=("value", "mean"), sd=("value", "std"), runs=("value", "size")).reset_index()
+        return over_seeds(overall, [*(name for name in IDENTITY if name != "variant"), "metric", *settings])
+
+
+def over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Mean, sd and number (runs) of the values of every group, in the order in which groups appear."""
+    return values.groupby(list(by), sort=False)["value"].agg(mean="mean", sd="std", runs="size").reset_index()
 
 
 def needs(**kinds: Iterable[str]) -> Callable[[Part], Part]:
@@ -220,25 +190,27 @@ def load_run(folder: str | Path) -> Run:
     planned, models = told_apart(plans)
     planned["finished"] = [results.cell(key).is_finished for key in planned["key"]]
     cells = {key: results.cell(key).read() for key in planned.loc[planned["finished"], "key"].drop_duplicates()}
-    names = ["key", "metric", "layer", "value", "low", "high"]
-    tables = [cell.means.assign(key=key) for key, cell in cells.items()]
-    numbers = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
+    no_numbers = pd.DataFrame(columns=["key", "metric", "layer", "value", "low", "high"])
+    tables = [cell.means.assign(key=key) for key, cell in cells.items()] or [no_numbers]
     records = {key: cell.record for key, cell in cells.items() if cell.record is not None}
-    sizes = {key: step_size_matrix(record) for key, record in records.items()}
-    whole = {key: whole_layer_matrix(record) for key, record in records.items()}
+
+    def recorded(matrix_of: Callable[[pd.DataFrame], Any]) -> dict[str, Any]:
+        made = {key: matrix_of(record) for key, record in records.items()}
+        return {key: matrix for key, matrix in made.items() if matrix is not None}
+
     return Run(
         folder=Path(folder),
         planned=planned,
         configurations={key: cell.configuration for key, cell in cells.items()},
-        values=planned.drop(columns="finished").merge(numbers, on="key", how="inner"),
+        values=planned.drop(columns="finished").merge(pd.concat(tables, ignore_index=True), on="key"),
         experiments=list(dict.fromkeys(plan.experiment for plan in plans)),
         tables=list(dict.fromkeys(name for plan in plans for name in plan.tables if isinstance(name, str))),
-        gradients={key: heatmap_matrix(record) for key, record in records.items()},
+        gradients=recorded(heatmap_matrix),
         models=models,
         curves={key: cell.curve for key, cell in cells.items() if cell.curve is not None},
-        step_sizes={key: size for key, size in sizes.items() if size is not None},
-        whole_layers={key: norms for key, norms in whole.items() if norms is not None},
-        steps={key: steps_of(record) for key, record in records.items()},
+        step_sizes=recorded(step_size_matrix),
+        whole_layers=recorded(whole_layer_matrix),
+        steps=recorded(steps_of),
     )
 
 
@@ -269,9 +241,8 @@ def told_apart(plans: Sequence[PlanFile]) -> tuple[pd.DataFrame, dict[str, dict[
 
 def _differences(group: Sequence[tuple[PlanFile, PlannedCell]]) -> Iterator[str]:
     """In what cells of one IDENTITY differ that must not be averaged over."""
-    cells = [cell for _, cell in group]
     for part in ("settings", "prints"):
-        said = [getattr(cell, part) for cell in cells]
+        said = [getattr(cell, part) for _, cell in group]
         for name in dict.fromkeys(name for one in said for name in one):
             if name not in AVERAGED and len({str(one.get(name)) for one in said}) > 1:
                 yield name
@@ -298,20 +269,16 @@ def _said(plan: PlanFile, cell: PlannedCell, name: str) -> str:
 def side_by_side(runs: Sequence[Run]) -> Run:
     """Several results folders as one run; models of the same name are told apart by their folders."""
     names = [model for run in runs for model in run.planned["model"].drop_duplicates()]
+    labels = [run.folder.name for run in runs]
     folders: dict[str, Path] = {}
     renamed = []
     for number, run in enumerate(runs):
-        same = [other for other in runs if other is not run and other.folder.name == run.folder.name]
-        label = f"{run.folder.name} ({number + 1})" if same else run.folder.name
+        label = labels[number] if labels.count(labels[number]) == 1 else f"{labels[number]} ({number + 1})"
         new = {model: f"{model} [{label}]" if names.count(model) > 1 else model for model in set(names)}
         folders |= {new[model]: run.folder for model in run.planned["model"].drop_duplicates()}
-        frames = (run.planned.replace({"model": new}), run.values.replace({"model": new}))
+        frames = {name: getattr(run, name).replace({"model": new}) for name in ("planned", "values")}
         models = {new.get(name, name): said for name, said in run.models.items()}
-        renamed.append(replace(run, planned=frames[0], values=frames[1], models=models))
-
-    def joined(name: str) -> dict[str, Any]:
-        return {key: value for run in renamed for key, value in getattr(run, name).items()}
-
+        renamed.append(replace(run, **frames, models=models))
     return Run(
         folder=runs[0].folder,
         planned=pd.concat([run.planned for run in renamed], ignore_index=True),
@@ -319,7 +286,7 @@ def side_by_side(runs: Sequence[Run]) -> Run:
         experiments=list(dict.fromkeys(name for run in renamed for name in run.experiments)),
         tables=list(dict.fromkeys(name for run in renamed for name in run.tables)),
         folders=folders,
-        **{name: joined(name) for name in BY_KEY},
+        **{name: {key: one for run in renamed for key, one in getattr(run, name).items()} for name in BY_KEY},
     )
 
 
@@ -327,17 +294,9 @@ def steps_of(record: pd.DataFrame) -> pd.DataFrame:
     """Loss (bits a token, summed over layers where they have losses), tokens and gradient norm of every step."""
     groups = record.sort_values("step").groupby("step")
     first = groups[["loss_sum", "sample_size"]].first()
-    return pd.DataFrame(
-        {
-            "loss_bits": first["loss_sum"] / first["sample_size"] / np.log(2),
-            "sample_size": first["sample_size"],
-            "gradient_norm": np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum()))),
-        }
-    )
-
-
-FIRST_COLUMNS = ["model", "dataset", "method", "init", "variant", "seed", "permutation"]
-LAST_COLUMNS = ["metric", "layer", "value", "low", "high", "key"]
+    bits = first["loss_sum"] / first["sample_size"] / np.log(2)
+    norms = np.sqrt(groups["norm"].agg(lambda norms: float((norms**2).sum())))
+    return pd.DataFrame({"loss_bits": bits, "sample_size": first["sample_size"], "gradient_norm": norms})
 
 
 def read_run(folder: str | Path) -> pd.DataFrame:
@@ -359,9 +318,10 @@ def read_run(folder: str | Path) -> pd.DataFrame:
         ```
     """
     run = load_run(folder)
-    settings = {key: said["cell"]["settings"] for key, said in run.configurations.items()}
-    cells = pd.DataFrame.from_dict(settings, orient="index", columns=list(SETTINGS)).rename_axis("key")
-    differing = [name for name in SETTINGS if cells[name].astype(str).nunique() > 1 and name not in FIRST_COLUMNS]
+    first = ["model", "dataset", "method", "init", "variant", "seed", "permutation"]
+    cells = pd.DataFrame.from_dict(run.settings, orient="index", columns=list(SETTINGS)).rename_axis("key")
+    differing = [name for name in SETTINGS if cells[name].astype(str).nunique() > 1 and name not in first]
     shown = list(dict.fromkeys(["num_demonstrations", "lr", *differing]))
     values = run.values.assign(model=run.values["plain_model"]).merge(cells[shown].reset_index(), on="key")
-    return values[[*FIRST_COLUMNS, *shown, *LAST_COLUMNS]].rename(columns={"num_demonstrations": "k"})
+    last = ["metric", "layer", "value", "low", "high", "key"]
+    return values[[*first, *shown, *last]].rename(columns={"num_demonstrations": "k"})

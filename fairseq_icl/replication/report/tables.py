@@ -9,32 +9,18 @@ import pandas as pd
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics import shown_as
-from fairseq_icl.replication.report.published import (
-    AUTHORS_MODEL,
-    authors_means,
-    authors_noise,
-    inits_of,
-    published_figures,
-)
+from fairseq_icl.replication.report import published
+from fairseq_icl.replication.report.published import inits_of, published_figures
 from fairseq_icl.replication.report.run import Run, needs, plain
 from fairseq_icl.results import LENGTH_RATIO
 from fairseq_icl.settings import READING, nearest
 
-AVERAGE = "average"
-PLAIN = "plain run"
-METRICS: tuple[str, ...] = (
-    "accuracy_zsl",
-    "accuracy_icl",
-    "accuracy_ft",
-    "rec2ftp",
-    "rpa",
-    "rpa_correct",
-    "rpa_incorrect",
-    "sim_aou",
-)
-METRICS += ("sim_aou_norm", "sim_aou_random", "sim_aou_norm_random", "sim_am_before", "sim_am_after", "sim_am_delta")
-METRICS += ("alpha", "recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
-"""Metrics that comparison tables show, in this order; metrics of other packages follow."""
+AVERAGE, PLAIN = "average", "plain run"
+SHARES = ("accuracy_zsl", "accuracy_icl", "accuracy_ft", "rec2ftp", "rpa", "rpa_correct", "rpa_incorrect")
+METRICS: tuple[str, ...] = (*SHARES, "sim_aou", "sim_aou_norm", "sim_aou_random", "sim_aou_norm_random")
+METRICS += ("sim_am_before", "sim_am_after", "sim_am_delta", "alpha")
+METRICS += ("recall_tokens", "recall_examples", "kendall_tokens", "kendall_examples")
+"""Metrics that comparison tables show, in this order."""
 NO_UPDATE, ONE_EXAMPLE, ONE_LABEL = "no update", "n=1", "one label"
 MARKS = {
     NO_UPDATE: "no update: no update is above rounding here, so that no cosine has a value.",
@@ -54,8 +40,7 @@ LENGTHS = "length ratio: how long FT's vector is in units of ICL's, at every cos
 class Entry:
     """One place of a table: ours, the published figure, or both."""
 
-    mean: float | None = None
-    """None: the cell is not finished, or the value is not defined (`is_undefined`)."""
+    mean: float | None = None  # None: the cell is not finished, or the value is not defined (`is_undefined`)
     sd: float | None = None
     low: float | None = None
     high: float | None = None
@@ -64,17 +49,12 @@ class Entry:
     published: float | None = None
     published_sd: float | None = None
     doubtful: str = ""
-    authors: dict[str, tuple[float, float | None]] = field(default_factory=dict)
-    """Precision -> mean and SD over seeds of the authors' own runs."""
-    repeats: float | None = None
-    """How far the authors' own repeats of one run (fp16) lie apart."""
-    below_rounding: bool = False
-    """Whether some of the cosines behind it are of updates that are not above rounding, and left out."""
+    authors: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # precision -> their mean and SD
+    repeats: float | None = None  # how far the authors' own repeats of one run (fp16) lie apart
+    below_rounding: bool = False  # whether cosines of updates that are not above rounding were left out of it
     keys: tuple[str, ...] = ()
-    length_ratio: float | None = None
-    """Of a cosine: how long FT's vector is in units of ICL's."""
-    mark: str = ""
-    """What has to be known to read the number: one of MARKS."""
+    length_ratio: float | None = None  # of a cosine: how long FT's vector is in units of ICL's
+    mark: str = ""  # what has to be known to read the number: one of MARKS
 
     @property
     def is_undefined(self) -> bool:
@@ -84,9 +64,7 @@ class Entry:
     @property
     def difference(self) -> float | None:
         """Ours minus the published figure (or, in comparisons, minus the plain run)."""
-        if self.mean is None or self.published is None:
-            return None
-        return self.mean - self.published
+        return None if self.mean is None or self.published is None else self.mean - self.published
 
     @property
     def is_exact(self) -> bool:
@@ -104,9 +82,8 @@ class Table:
     rows: tuple[tuple[str, tuple[Entry, ...]], ...]
     decimals: int
     source: str = ""
-    reference: str = "published"
-    """What the second number of an entry is."""
-    notes: tuple[str, ...] = field(default=())
+    reference: str = "published"  # what the second number of an entry is
+    notes: tuple[str, ...] = ()
 
 
 def check_tables(names: Sequence[Any]) -> None:
@@ -122,14 +99,13 @@ def paper_tables(run: Run) -> list[Table]:
 
     A model that the paper does not have is set beside each one that it has.
     """
-    tables = []
+    tables, known = [], published_figures()["tables"]
     models = list(run.planned["model"].drop_duplicates())
-    for name in (name for name in run.tables if name in published_figures()["tables"]):
+    for name in (name for name in run.tables if name in known):
         for model in models:  # innermost: two models stand side by side
-            rows = published_figures()["tables"][name]["rows"]
-            sizes = list(dict.fromkeys(size for row in rows for size in row.get("published", {})))
             own = run.planned.loc[run.planned["model"] == model, "dataset"]
-            if model in sizes or not sizes or not set(own) & set(published_figures()["tables"][name]["columns"]):
+            sizes = list(dict.fromkeys(size for row in known[name]["rows"] for size in row.get("published", {})))
+            if model in sizes or not sizes or not set(own) & set(known[name]["columns"]):
                 sizes = [model]
             for size in sizes:
                 words = {model: model} if len(models) > 1 else {}
@@ -142,15 +118,14 @@ def paper_tables(run: Run) -> list[Table]:
 
 def paper_table(run: Run, name: str, model: str, size: str) -> Table:
     """One published table with the numbers of `model` beside the paper's for `size`."""
-    figures = published_figures()
-    said = figures["tables"][name]
-    paper = figures["papers"][said["paper"]]
+    said = published_figures()["tables"][name]
+    paper = published_figures()["papers"][said["paper"]]
     own = run.planned.loc[run.planned["model"] == model, "dataset"].drop_duplicates()
     # The paper's order of columns, as far as the run has them, and then its own.
     columns = [dataset for dataset in said["columns"] if dataset in set(own)]
     columns += [dataset for dataset in own if dataset not in columns]
-    scale = 100.0 if said.get("percent") else 1.0
-    rows = [_paper_row(run, row, model, size, columns, said["columns"], scale) for row in said["rows"]]
+    rows = [(row["label"], _paper_row(run, said, row, model, size, columns)) for row in said["rows"]]
+    entries = [entry for _, row in rows for entry in row]
     notes = [f"Ours: {model}; published: {size}."] if size != model else []
     notes += [f"{said['note']}."] if "note" in said else []
     notes += [
@@ -159,87 +134,71 @@ def paper_table(run: Run, name: str, model: str, size: str) -> Table:
         for dataset, why in row.get("doubtful", {}).items()
         if dataset in columns
     ]
-    if any(entry.is_undefined for _, entries in rows for entry in entries):
+    if any(entry.is_undefined for entry in entries):
         notes.append("0/0: a share of no examples, so it has no value here (and the row no average).")
     notes += _notes_of_marks(rows)
-    notes += [REPEATS] if any(entry.repeats is not None for _, entries in rows for entry in entries) else []
+    notes += [REPEATS] if any(entry.repeats is not None for entry in entries) else []
     source = f"{paper['authors']}, {paper['title']} ({paper['where']})"
     return Table(name, said["title"], (*columns, AVERAGE), tuple(rows), said["decimals"], source, notes=tuple(notes))
 
 
 def _paper_row(
-    run: Run, row: dict[str, Any], model: str, size: str, columns: list[str], published: list[str], scale: float
-) -> tuple[str, tuple[Entry, ...]]:
+    run: Run, table: dict[str, Any], row: dict[str, Any], model: str, size: str, columns: list[str]
+) -> tuple[Entry, ...]:
+    """The entries of one row of a published table, and their average."""
+    printed, scale = table["columns"], 100.0 if table.get("percent") else 1.0
     figures = row.get("published", {}).get(size, {})
-    figure = dict(zip(published, figures.get("values", []), strict=False))
-    spread = dict(zip(published, figures.get("sd", []), strict=False))
+    figure, spread = (dict(zip(printed, figures.get(name, []), strict=False)) for name in ("values", "sd"))
     selection = {"variant": "", "init": "pretrained", **row["select"], "model": model}
+    metric, inits = selection.pop("metric"), inits_of(selection["init"])
     planned = set(run.planned.loc[run.planned["model"] == model, "init"])
-    inits = inits_of(selection["init"])
     selection["init"] = next((init for init in inits if init in planned), inits[0])
-    entries = [
-        look_up(
-            run,
-            selection | {"dataset": dataset},
-            scale=scale,
-            **(_authors(row["select"], dataset, scale) if size == AUTHORS_MODEL else {}),
-            published=figure.get(dataset),
-            published_sd=spread.get(dataset),
-            doubtful=row.get("doubtful", {}).get(dataset, ""),
-        )
-        for dataset in columns
-    ]
+    entries = []
+    for dataset in columns:
+        place = selection | {"dataset": dataset}
+        about = _authors(row["select"], dataset, scale) if size == published.AUTHORS_MODEL else {}
+        about |= {"published": figure.get(dataset), "published_sd": spread.get(dataset)}
+        about |= {"doubtful": row.get("doubtful", {}).get(dataset, ""), "planned": len(_select(run.planned, place))}
+        entries.append(_measured(_select(run.summary, place), metric, scale, **about))
     # Datasets that the paper's table does not have stand in it, but take no part in an average that is like its own.
-    if columns[: len(published)] == published:
-        return row["label"], (*entries, _average(entries[: len(published)], figures.get("avg")))
-    return row["label"], (*entries, _average(entries, None))
+    is_whole = columns[: len(printed)] == printed
+    averaged = [entry for entry in entries[: len(printed) if is_whole else None] if entry.planned]
+    average = figures.get("avg") if is_whole else None
+    means = [entry.mean for entry in averaged if entry.mean is not None]
+    if not means or len(means) < len(averaged):  # once all planned datasets have a number
+        return *entries, Entry(published=average)
+    average = average if len(means) == len(printed) else None
+    return *entries, Entry(math.fsum(means) / len(means), runs=min(entry.runs for entry in averaged), published=average)
 
 
 def _authors(select: dict[str, Any], dataset: str, scale: float) -> dict[str, Any]:
     """Of the authors' runs that a row of a published table stands for: mean and SD by precision, and their repeats."""
     variant = select.get("variant", "")
     clip = float(variant.removeprefix("clip_norm=")) if variant.startswith("clip_norm=") else 0.0
-    known = authors_means() if clip or not variant else {}
-    found, repeats = {}, None
-    for precision in ("fp16", "fp32"):
-        place = (inits_of(select.get("init", "pretrained"))[0], clip, dataset, precision)
-        run = (select["metric"], select.get("method"), *place)
-        if run in known:
-            mean, sd, _ = known[run]
-            found[precision] = mean * scale, None if math.isnan(sd) else sd * scale
-        if precision == "fp16" and run in authors_noise():
-            repeats = _number(authors_noise()[run][0], scale)
-    return {"authors": found, "repeats": repeats}
+    init = inits_of(select.get("init", "pretrained"))[0]
+    place = {x: (select["metric"], select.get("method"), init, clip, dataset, x) for x in ("fp16", "fp32")}
+    known = published.authors_means() if clip or not variant else {}
+    found = {precision: known[run][:2] for precision, run in place.items() if run in known}
+    repeats = published.authors_noise().get(place["fp16"], (None,))[0]
+    authors = {precision: (mean * scale, number(sd, scale)) for precision, (mean, sd) in found.items()}
+    return {"authors": authors, "repeats": number(repeats, scale)}
 
 
-def look_up(run: Run, selection: dict[str, Any], scale: float = 1.0, **reference: Any) -> Entry:
-    """The entry of one (model, init, dataset, method, variant, metric)."""
-    found = _select(run.summary, selection)
-    planned = len(_select(run.planned, {key: value for key, value in selection.items() if key != "metric"}))
-    others = {key: value for key, value in selection.items() if key != "metric"}
-    of_cells = _select(run.summary, others).groupby("metric")  # a selection may leave the method open
-    counts, labels = of_cells["mean"].max(), of_cells["least"].min().get("labels_ft", 2.0)
-    mark = _mark(selection["metric"], counts, labels, found.empty)
+def _measured(cells: pd.DataFrame, metric: str, scale: float, **about: Any) -> Entry:
+    """The entry of a metric, given all rows of `run.summary` that are of its cells."""
+    groups = cells.groupby("metric")  # a selection may leave the method open
+    means, labels = groups["mean"].max(), groups["least"].min().get("labels_ft", 2.0)
+    below = bool(means.get(f"zero_updates_{metric}", 0.0) > 0)
+    found = cells[cells["metric"] == metric]
     if found.empty:
-        undefined = _select(run.summary, selection | {"metric": f"undefined_{selection['metric']}"})
-        return Entry(runs=int(undefined["runs"].sum()), planned=planned, mark=mark, **reference)
-    row = found.iloc[0]
-    numbers: dict[str, Any] = {name: _number(row[name], scale) for name in ("mean", "sd", "low", "high")}
-    beside = _select(run.summary, selection | {"metric": f"{LENGTH_RATIO}{selection['metric']}"})
-    ratio = None if beside.empty else float(beside.iloc[0]["mean"])
-    runs, keys = int(row["runs"]), tuple(row["keys"])
-    left_out = bool(counts.get(f"zero_updates_{selection['metric']}", 0.0) > 0)
-    about: dict[str, Any] = {"mark": mark, "length_ratio": ratio, "below_rounding": left_out}
-    return Entry(**numbers, runs=runs, planned=planned, keys=keys, **about, **reference)
-
-
-def _mark(metric: str, counts: pd.Series, labels: float, is_missing: bool) -> str:
-    """What to say of a number, given the counts of its cells by name and the fewest labels that one of them gives."""
-    if is_missing:
-        return NO_UPDATE if counts.get(f"zero_updates_{metric}", 0.0) > 0 else ""
-    if counts.get("examples", 2.0) == 1:
-        return ONE_EXAMPLE
-    return ONE_LABEL if labels == 1 and metric in OF_PREDICTIONS else ""
+        undefined = cells.loc[cells["metric"] == f"undefined_{metric}", "runs"].sum()
+        return Entry(runs=int(undefined), mark=NO_UPDATE if below else "", **about)
+    mark = ONE_LABEL if labels == 1 and metric in OF_PREDICTIONS else ""
+    mark = ONE_EXAMPLE if means.get("examples", 2.0) == 1 else mark
+    row, ratio = found.iloc[0], number(groups["mean"].first().get(f"{LENGTH_RATIO}{metric}"))
+    about |= {name: number(row.get(name), scale) for name in ("mean", "sd", "low", "high")}
+    about = {"below_rounding": below, **about, "runs": int(row["runs"]), "keys": tuple(row["keys"])}
+    return Entry(mark=mark, length_ratio=ratio, **about)
 
 
 def _notes_of_marks(rows: Iterable[tuple[str, Sequence[Entry]]]) -> list[str]:
@@ -252,26 +211,17 @@ def _notes_of_marks(rows: Iterable[tuple[str, Sequence[Entry]]]) -> list[str]:
 
 
 def _select(frame: pd.DataFrame, selection: dict[str, Any]) -> pd.DataFrame:
-    chosen = pd.Series(True, index=frame.index)
-    for column, value in selection.items():
-        chosen &= frame[column] == value
-    return frame[chosen]
+    return frame[(frame[list(selection)] == list(selection.values())).all(axis=1)]
 
 
-def _number(value: Any, scale: float) -> float | None:
+def number(value: Any, scale: float = 1.0) -> float | None:
+    """A value as tables have it: None if it is missing or not a number."""
     return None if pd.isna(value) else float(value) * scale
 
 
-def _average(entries: Sequence[Entry], published: float | None) -> Entry:
-    """Mean over the planned datasets once all have a number; the paper's average beside it if it is over the same."""
-    means = [entry.mean for entry in entries if entry.planned]
-    defined = [mean for mean in means if mean is not None]
-    if not means or len(defined) < len(means):
-        return Entry(published=published)
-    runs = min(entry.runs for entry in entries if entry.planned)
-    return Entry(
-        mean=math.fsum(defined) / len(defined), runs=runs, published=published if len(means) == len(entries) else None
-    )
+def entries_of(values: Iterable[Any], keys: Sequence[str], scale: float = 1.0) -> tuple[Entry, ...]:
+    """Entries whose values all are of the cells with these keys."""
+    return tuple(Entry(number(value, scale), runs=len(keys), keys=tuple(keys)) for value in values)
 
 
 @needs(differing=["variant"])
@@ -279,44 +229,35 @@ def comparison_tables(run: Run) -> list[Table]:
     """For every model, init and method with variants: what each variant does to every metric, over all datasets."""
     tables = []
     for (model, init, method), group in run.planned.groupby(["model", "init", "method"], sort=False):
-        if group["variant"].nunique() > 1:
-            tables.append(_comparison(run, model, init, method, list(group["variant"].drop_duplicates())))
+        variants = list(group["variant"].drop_duplicates())
+        if len(variants) < 2:
+            continue
+        chosen = _select(run.summary, {"model": model, "init": init, "method": method})
+        metrics = [metric for metric in METRICS if metric in set(chosen["metric"])]
+        how = {"mean": "mean", "sd": "mean", "least": "min", "runs": "sum", "keys": "sum"}
+        average = chosen.groupby(["variant", "metric"], sort=False).agg(how).reset_index()
+        plain_means = average[average["variant"] == ""].set_index("metric")["mean"]
+        rows, same = [], []
+        for variant in variants:
+            own, entries = average[average["variant"] == variant], []
+            for metric in metrics:
+                scale = shown_as(metric)[2]
+                reference = number(plain_means.get(metric), scale) if variant else None
+                is_there = metric in set(own["metric"])
+                about = {"published": reference, "below_rounding": False}
+                entries.append(_measured(own, metric, scale, **about) if is_there else Entry(published=reference))
+            differences = {entry.difference for entry in entries} - {None}
+            if variant.partition("=")[0] in READING and differences == {0.0}:
+                same.append(variant)  # a reading of the layer-causal loss, say, is none of gd's
+            else:
+                rows.append((variant or "(plain)", tuple(entries)))
+        title = f"{method} on {model}, {init}: what each variant does to every metric (mean over datasets and seeds)"
+        notes = ["Shares (accuracies, Rec2FTP, RPA) in percent. Differences are to the plain run."]
+        notes += _notes_of_marks(rows)
+        notes += [f"Left out, since no number differs from the plain run's: {', '.join(same)}."] if same else []
+        name, columns = f"variants_{model}_{init}_{method}", tuple(metrics)
+        tables.append(Table(name, title, columns, tuple(rows), 3, reference=PLAIN, notes=tuple(notes)))
     return tables
-
-
-def _comparison(run: Run, model: str, init: str, method: str, variants: list[str]) -> Table:
-    chosen = _select(run.summary, {"model": model, "init": init, "method": method})
-    metrics = [metric for metric in METRICS if metric in set(chosen["metric"])]
-    average = chosen.groupby(["variant", "metric"], sort=False).agg(
-        mean=("mean", "mean"), sd=("sd", "mean"), least=("least", "min"), runs=("runs", "sum"), keys=("keys", "sum")
-    )
-    rows, same = [], []
-    for variant in variants:
-        entries = [_compared(average, variant, metric) for metric in metrics]
-        differences = {entry.difference for entry in entries} - {None}
-        if variant.partition("=")[0] in READING and differences == {0.0}:
-            same.append(variant)  # a reading of the layer-causal loss, say, is none of gd's
-        else:
-            rows.append((variant or "(plain)", tuple(entries)))
-    title = f"{method} on {model}, {init}: what each variant does to every metric (mean over datasets and seeds)"
-    name = f"variants_{model}_{init}_{method}"
-    notes = ["Shares (accuracies, Rec2FTP, RPA) in percent. Differences are to the plain run.", *_notes_of_marks(rows)]
-    notes += [f"Left out, since no number differs from the plain run's: {', '.join(same)}."] if same else []
-    return Table(name, title, tuple(metrics), tuple(rows), 3, reference=PLAIN, notes=tuple(notes))
-
-
-def _compared(average: pd.DataFrame, variant: str, metric: str) -> Entry:
-    scale = shown_as(metric)[2]
-    plain = average["mean"].get(("", metric))
-    reference = None if plain is None or not variant else _number(plain, scale)
-    if (variant, metric) not in average.index:
-        return Entry(published=reference)
-    row = average.loc[(variant, metric)]
-    mean, sd = _number(row["mean"], scale), _number(row["sd"], scale)
-    own, labels = average["mean"].loc[variant], average["least"].get((variant, "labels_ft"), 2.0)
-    mark, ratio = _mark(metric, own, labels, mean is None), _number(own.get(f"{LENGTH_RATIO}{metric}"), 1.0)
-    runs, keys = int(row["runs"]), tuple(row["keys"])
-    return Entry(mean, sd, runs=runs, published=reference, keys=keys, mark=mark, length_ratio=ratio)
 
 
 OVERVIEW = {"accuracy_{}": "accuracy", "auc_{}": "AUC"}
@@ -329,16 +270,14 @@ def overview(run: Run, model: str) -> Table:
     chosen = plain(chosen, model) if (chosen["variant"] == "").any() else chosen
     foreign = {str(name): str(name) for said in run.configurations.values() for name in said.get("metrics") or {}}
     columns = {**OVERVIEW, **foreign}
-    rows: list[tuple[str, list[Entry]]] = []
+    rows: list[tuple[str, tuple[Entry, ...]]] = []
     for place, own in chosen.groupby(["method", "init", "variant"], sort=False):
         means, keys = own.groupby("metric")["mean"].mean(), tuple(own["keys"].explode().unique())
         label = ", ".join(word for word in place if word not in ("", "pretrained"))
         for side, name in (("ft", label),) if rows else (("zsl", "ZSL"), ("icl", "ICL"), ("ft", label)):
-            own_columns = [column.format(side) for column in columns if side == "ft" or "{}" in column]
-            numbers = [_number(means.get(column), 1.0) for column in own_columns]
-            if any(number is not None for number in numbers):
-                numbers += [None] * (len(columns) - len(numbers))
-                rows.append((name, [Entry(x, runs=len(keys), keys=keys) for x in numbers]))
+            found = [means.get(x.format(side)) if side == "ft" or "{}" in x else None for x in columns]
+            if any(pd.notna(mean) for mean in found):
+                rows.append((name, entries_of(found, keys)))
     kept = [i for i in range(len(columns)) if any(entries[i].mean is not None for _, entries in rows)]
     titles, shown = list(columns.values()), ((label, tuple(entries[i] for i in kept)) for label, entries in rows)
     planned = run.planned[(run.planned["model"] == model) & run.planned["finished"]]
@@ -355,20 +294,18 @@ def overview(run: Run, model: str) -> Table:
 def data_tables(run: Run) -> list[Table]:
     """Sizes of the datasets, beside those of the second paper's appendix A."""
     said = published_figures()["other"]["deutch2024"]["datasets"]
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for configuration in run.configurations.values():
-        rows = configuration.get("rows")  # results of earlier versions have none
-        if isinstance(rows, dict):
-            numbers = {split: record.get("count") for split, record in rows.items() if isinstance(record, dict)}
-            found.setdefault(str(configuration["cell"].get("dataset")), {}).update(numbers)
+        if "rows" in configuration:  # results of earlier versions have none
+            counts = {split: record.get("count") for split, record in configuration["rows"].items()}
+            found.setdefault(str(configuration["cell"].get("dataset")), {}).update(counts)
     if not found:
         return []
     rows = []
     for label, split in (("train rows", "train"), ("evaluation rows", "valid"), ("mean length as printed", "length")):
         printed = dict(zip(said["columns"], said.get(split, []), strict=False))
-        counts = {name: numbers.get(split) for name, numbers in found.items()}
-        known = {name: float(count) for name, count in counts.items() if isinstance(count, int | float)}
-        entries = [Entry(known.get(name), published=printed.get(name)) for name in found]
+        counts = {name: count for name, of in found.items() if isinstance(count := of.get(split), int | float)}
+        entries = [Entry(number(counts.get(name)), published=printed.get(name)) for name in found]
         rows.append((label, tuple(entries)))
     note = "The printed length is in characters of the string of token ids (docs/protocol.md)."
     source = "Deutch et al., appendix A and the notebooks behind it"

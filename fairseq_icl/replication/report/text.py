@@ -12,25 +12,19 @@ from fairseq_icl.replication.report.claims import LEVEL, NO_DATA, Effect, Verdic
 from fairseq_icl.replication.report.tables import ONE_EXAMPLE, PLAIN, Entry, Table
 from fairseq_icl.results import text_table
 
-OURS, DIFFERENCE, REPEATS = "ours", "difference", "their repeats"
-MISSING = "missing"
-UNDEFINED = "0/0"
-NOT_PLANNED = "–"
-NEGATIVE = re.compile(r"-\d+(\.\d+)?")
+OURS, INTERVAL, RATIO, DIFFERENCE, REPEATS = "ours", "95 % interval", "length ratio", "difference", "their repeats"
+AUTHORS = {precision: f"authors' runs, {precision}" for precision in ("fp16", "fp32")}
+MISSING, UNDEFINED, NOT_PLANNED = "missing", "0/0", "–"
+NEGATIVE = re.compile(r"-\d+(\.\d+)?(e[+-]\d+)?|-inf")
 SPECIAL = {character: f"\\{character}" for character in "_%&#${}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 SPECIAL |= {"–": "--", "±": r"$\pm$", "−": "$-$"}
 
 
-INTERVAL, RATIO = "95 % interval", "length ratio"
-AUTHORS = {precision: f"authors' runs, {precision}" for precision in ("fp16", "fp32")}
-
-
 class Line(NamedTuple):
-    """One line of a row of a table: all numbers of one kind."""
+    """One line of a row of a table: all numbers of one kind. Only a row's first line has its label."""
 
     label: str
-    """Of the row, on its first line; then empty."""
     kind: str
     cells: list[str]
     entries: tuple[Entry, ...]
@@ -39,8 +33,7 @@ class Line(NamedTuple):
 def shown(entry: Entry, decimals: int, reference: str) -> dict[str, str]:
     """What an entry has to say, by the kind of number.
 
-    Our own number is always there: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash
-    (not planned).
+    Ours is always there: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash.
     """
 
     def number(mean: float, sd: float | None) -> str:
@@ -67,18 +60,6 @@ def shown(entry: Entry, decimals: int, reference: str) -> dict[str, str]:
     return said
 
 
-def lines_of(table: Table, *, intervals: bool = True) -> list[Line]:
-    """The lines of a table: of each row one for our numbers, and one for every other kind that any entry has."""
-    order = [OURS, *([INTERVAL] if intervals else []), RATIO, table.reference, *AUTHORS.values(), DIFFERENCE, REPEATS]
-    lines = []
-    for label, entries in table.rows:
-        said = [shown(entry, table.decimals, table.reference) for entry in entries]
-        for kind in (kind for kind in order if any(kind in one for one in said)):
-            cells = [one.get(kind, NOT_PLANNED) for one in said]
-            lines.append(Line(label if kind == OURS else "", kind, cells, entries))
-    return lines
-
-
 @dataclass(frozen=True)
 class Sheet:
     """A table as text: its head and its lines, of which the first `names` columns are words."""
@@ -88,21 +69,29 @@ class Sheet:
     lines: list[list[str]]
     notes: list[str]
     names: int = 2
+    of_numbers: Sequence[Line] = ()  # the same lines, with the entries behind them
 
 
 def sheet(table: Sheet | Table, *, intervals: bool = True) -> Sheet:
-    """A table of numbers as text."""
+    """A table of numbers as text: of each row a line for our numbers, and one for every other kind that it has."""
     if isinstance(table, Sheet):
         return table
-    notes = [f"Source: {table.source}."] if table.source else []
-    found = lines_of(table, intervals=intervals)
+    order = [OURS, *([INTERVAL] if intervals else []), RATIO, table.reference, *AUTHORS.values(), DIFFERENCE, REPEATS]
+    found = []
+    for label, entries in table.rows:
+        said = [shown(entry, table.decimals, table.reference) for entry in entries]
+        for kind in (kind for kind in order if any(kind in one for one in said)):
+            cells = [one.get(kind, NOT_PLANNED) for one in said]
+            found.append(Line(label if kind == OURS else "", kind, cells, entries))
     names = 1 if all(line.kind == OURS for line in found) else 2  # numbers of one kind need no word for it
-    lines = [[*(line.label, line.kind)[:names], *line.cells] for line in found]
-    return Sheet(table.name, table.title, [[*[""] * names, *table.columns], *lines], [*notes, *table.notes], names)
+    lines: list[list[str]] = [[*[""] * names, *table.columns]]
+    lines += [[*(line.label, line.kind)[:names], *line.cells] for line in found]
+    source = [f"Source: {table.source}."] if table.source else []
+    return Sheet(table.name, table.title, lines, [*source, *table.notes], names, found)
 
 
-OWN = ["here", "effect", "control", "why", "all claims together"]
-VERDICT_HEAD = ["claim", "source", *OWN, "authors' runs", "their effect", "their why"]
+VERDICT_HEAD = ["claim", "source", "here", "effect", "control", "why", "all claims together"]
+VERDICT_HEAD += ["authors' runs", "their effect", "their why"]
 VERDICT_NOTES = [
     "Effect: what the claim is about, where it is decided (on average over the datasets, or at the least clear of the "
     "places that the claim needs), with the interval that decides: over draws of demonstrations and examples, 95 % or, "
@@ -140,11 +129,10 @@ def decided_by(verdict: Verdict) -> str:
     return f"{effect_text(verdict.judged, verdict.judged_at)} {'in' if place.startswith('layer ') else 'on'} {place}"
 
 
-def plain(table: Sheet | Table) -> str:
-    """The table for a terminal; of numbers without intervals."""
+def plain(table: Table) -> str:
+    """The table for a terminal, without intervals."""
     shown = sheet(table, intervals=False)
-    notes = table.notes if isinstance(table, Table) else []
-    return "\n".join([shown.title, text_table(shown.lines, names=shown.names), *notes])
+    return "\n".join([shown.title, text_table(shown.lines, names=shown.names), *table.notes])
 
 
 def plain_verdicts(verdicts: Sequence[Verdict]) -> str:
@@ -159,10 +147,8 @@ def plain_verdicts(verdicts: Sequence[Verdict]) -> str:
 def markdown(table: Sheet | Table) -> str:
     """The table in Markdown."""
     shown = sheet(table)
-    head, *body = shown.lines
-    lines = ["| " + " | ".join(map(marked, head)) + " |"]
-    lines += ["|" + "---|" * shown.names + "---:|" * (len(head) - shown.names)]
-    lines += ["| " + " | ".join(map(marked, line)) + " |" for line in body]
+    lines = ["| " + " | ".join(map(marked, line)) + " |" for line in shown.lines]
+    lines.insert(1, "|" + "---|" * shown.names + "---:|" * (len(shown.lines[0]) - shown.names))
     return "\n".join([f"### {marked(shown.title)}", "", *lines, "", *map(marked, shown.notes), ""])
 
 
@@ -176,13 +162,11 @@ def marked(text: str) -> str:
 def latex(table: Sheet | Table) -> str:
     """The table in LaTeX (booktabs)."""
     shown = sheet(table)
-    head, *body = shown.lines
-    columns = "l" * shown.names + "r" * (len(head) - shown.names)
-    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
-    lines += [" & ".join(escaped(cell) for cell in head) + r" \\", r"\midrule"]
-    lines += [" & ".join(escaped(cell) for cell in line) + r" \\" for line in body]
+    columns = "l" * shown.names + "r" * (len(shown.lines[0]) - shown.names)
+    head, *body = [" & ".join(map(escaped, line)) + r" \\" for line in shown.lines]
+    lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"]
     caption = " ".join([f"{shown.title}.", *shown.notes])
-    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
+    lines += [*body, r"\bottomrule", r"\end{tabular}", rf"\caption{{{escaped(caption.strip())}}}"]
     return "\n".join([*lines, rf"\label{{tab:{file_name(shown.name)}}}", r"\end{table}", ""])
 
 
@@ -200,21 +184,17 @@ def file_name(text: str) -> str:
 
 def comma_separated(tables: Sequence[Table]) -> str:
     """All tables as one CSV, a line for every place."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     names = ["mean", "sd", "low", "high", "runs", "planned", "published", "published_sd", "difference", "doubtful"]
     names += ["length_ratio"]
-    authors = [f"authors_{precision}" for precision in AUTHORS]
-    writer.writerow(["table", "row", "column", *names, *authors, "reference", "cells"])
+    lines = [["table", "row", "column", *names, "authors_fp16", "authors_fp32", "reference", "cells"]]
     for table in tables:
         for label, entries in table.rows:
             for column, entry in zip(table.columns, entries, strict=True):
-                values = [_blank(getattr(entry, name)) for name in names]
-                values += [_blank(entry.authors.get(precision, (None,))[0]) for precision in AUTHORS]
-                words = (table.name, label, column, table.reference, " ".join(map(str, entry.keys)))
-                name, label_text, column_text, reference, keys = map(spreadsheet_safe, words)
-                writer.writerow([name, label_text, column_text, *values, reference, keys])
-    return text.getvalue()
+                values = [getattr(entry, name) for name in names]
+                values += [entry.authors.get(precision, (None,))[0] for precision in AUTHORS]
+                told = ["" if x is None else f"{x:.6g}" if isinstance(x, float) else str(x) for x in values]
+                lines.append([table.name, label, column, *told, table.reference, " ".join(map(str, entry.keys))])
+    return csv_of(lines)
 
 
 def csv_of(lines: Sequence[Sequence[str]]) -> str:
@@ -228,7 +208,3 @@ def csv_of(lines: Sequence[Sequence[str]]) -> str:
 def spreadsheet_safe(text: str) -> str:
     """`text` with a quote in front if a spreadsheet would take it for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
-
-
-def _blank(value: object) -> object:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
