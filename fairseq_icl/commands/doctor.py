@@ -214,7 +214,7 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
     model = _try(findings, "config.json", lambda: read_folder(folder))
     if model is None:
         return
-    shape, code = model.shape, "fairseq's decoder" if model.is_fairseqs else "transformers' own code"
+    shape, code = model.shape, "fairseq's decoder" if model.fairseq_config else "transformers' own code"
     findings.good("config.json", f"{model.family}, up to {model.positions:,} positions, run by {code}")
     findings.good(
         "architecture",

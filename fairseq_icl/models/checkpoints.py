@@ -4,14 +4,17 @@ import pickle
 import re
 import zipfile
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.data import Dictionary
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from fairseq_icl.compat.models import checkpoint_classes_allowed
+from fairseq_icl.compat.models import checkpoint_classes_allowed, without_initialisation
 from fairseq_icl.errors import UserError
 
 POSITIONS = ("max_target_positions", "tokens_per_sample")
@@ -140,6 +143,37 @@ def language_model_config(state: dict[str, Any], path: str | Path) -> Transforme
     config.checkpoint_activations = False
     _check_sizes(config, state.get("model"), path)
     return config
+
+
+def dense_options(shape: Mapping[str, int], positions: int) -> dict[str, Any]:
+    """fairseq's options of a dense language model: pre-norm, gelu, sinusoidal positions, tied embeddings."""
+    return {
+        "decoder_layers": shape["layers"],
+        "decoder_embed_dim": shape["width"],
+        "decoder_input_dim": shape["width"],
+        "decoder_output_dim": shape["width"],
+        "decoder_ffn_embed_dim": shape["ffn"],
+        "decoder_attention_heads": shape["heads"],
+        "decoder_normalize_before": True,
+        "share_decoder_input_output_embed": True,
+        "decoder_learned_pos": False,
+        "activation_fn": "gelu",
+        "tokens_per_sample": positions,
+        "max_target_positions": positions,
+    }
+
+
+def build_model(
+    config: TransformerLanguageModelConfig, dictionary: Dictionary, seed: int | None
+) -> TransformerLanguageModel:
+    """fairseq's model with its random initialisation from `seed`; None: with whatever is in memory."""
+    vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    if seed is None:
+        with without_initialisation():
+            return TransformerLanguageModel.build_model(config, vocabulary)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TransformerLanguageModel.build_model(config, vocabulary)
 
 
 def _checked(name: str, value: Any, default: Any, path: str | Path) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,13 @@ from fairseq.tokenizer import tokenize_line
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_MODEL, sha256_of
-from fairseq_icl.models.checkpoints import is_hugging_face, language_model_config, read_checkpoint
+from fairseq_icl.models.checkpoints import (
+    build_model,
+    dense_options,
+    is_hugging_face,
+    language_model_config,
+    read_checkpoint,
+)
 from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.prompts import Encode, Writing
 
@@ -233,32 +238,13 @@ def _check_match(dictionary: Dictionary, bpe: Any) -> None:
 
 
 def random_model_options(shape: Mapping[str, int]) -> Namespace:
-    """Options of a dense language model: pre-norm, gelu, sinusoidal positions, tied embeddings."""
-    return Namespace(
-        arch="transformer_lm_gpt",
-        task="language_modeling",
-        decoder_layers=shape["layers"],
-        decoder_embed_dim=shape["width"],
-        decoder_input_dim=shape["width"],
-        decoder_output_dim=shape["width"],
-        decoder_ffn_embed_dim=shape["ffn"],
-        decoder_attention_heads=shape["heads"],
-        decoder_normalize_before=True,
-        share_decoder_input_output_embed=True,
-        decoder_learned_pos=False,
-        activation_fn="gelu",
-        tokens_per_sample=POSITIONS,
-        max_target_positions=POSITIONS,
-    )
+    """Options of a dense language model, as its checkpoint holds them."""
+    return Namespace(arch="transformer_lm_gpt", task="language_modeling", **dense_options(shape, POSITIONS))
 
 
 def random_model(dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> TransformerLanguageModel:
     """A model of a dense language model's kind with fairseq's random initialisation."""
-    config = language_model_config({"args": random_model_options(shape)}, "random")
-    both = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return TransformerLanguageModel.build_model(config, both)
+    return build_model(language_model_config({"args": random_model_options(shape)}, "random"), dictionary, seed)
 
 
 def save_random_model(path: Path, dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> None:
