@@ -5,7 +5,7 @@ import collections
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,32 +85,31 @@ def tell_failed_saves() -> None:
 
 
 @contextmanager
-def without_initialisation() -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """While open, attributes of `owner` (a module, an object) have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def without_initialisation() -> AbstractContextManager[None]:
     """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B.
 
     fairseq's modules initialise themselves when they are made, and torch's own `skip_init` reaches single modules only.
     """
     names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
-    originals = {name: getattr(nn.init, name) for name in names}
-    try:
-        for name in names:
-            setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(nn.init, name, original)
+    return replaced(nn.init, **dict.fromkeys(names, lambda tensor, *args, **kwargs: tensor))
 
 
-@contextmanager
-def replaced_linear(linear: Callable[..., Tensor]) -> Iterator[None]:
+def replaced_linear(linear: Callable[..., Tensor]) -> AbstractContextManager[None]:
     """Inside, torch's linear layers and its fused attention multiply by `linear`.
 
     The function is replaced in torch's own module because both look it up there; a torch function mode would not do,
     since the fused attention calls itself without end under one that is still active within it.
     """
-    original = functional.linear
-    functional.linear = linear
-    try:
-        yield
-    finally:
-        functional.linear = original
+    return replaced(functional, linear=linear)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import pandas as pd
 from torch import Tensor
@@ -11,12 +10,10 @@ from torch import Tensor
 from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.models.files import ModelFiles, find_files
-from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.models.pretrained_lm import PretrainedLM, Result
 from fairseq_icl.models.state_edits import StateEdit
 from fairseq_icl.prompts import Writing
 from fairseq_icl.settings import Settings
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,6 @@ class Rule:
     cap: float | None = None
     """Scores s become cap * tanh(s / cap) before softmax; None: they stay."""
 
-    @property
-    def is_ordinary(self) -> bool:
-        """Whether this is softmax attention and nothing else."""
-        return self == ORDINARY
-
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
     ) -> Tensor:
@@ -148,12 +143,12 @@ def attention_by_formula(
 HIDDEN = -1e30
 """Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 ORDINARY = Rule()
+"""Softmax attention and nothing else."""
 
 
 def rule_of(module: Any) -> Rule:
     """The rule of an attention module; fairseq's own has none but the ordinary one."""
-    rule: Rule = getattr(module, "rule", ORDINARY)
-    return rule
+    return getattr(module, "rule", ORDINARY)
 
 
 class Seam:
@@ -212,18 +207,12 @@ class RuledAttention(nn.Module):
         self.out_proj = plain.out_proj
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        incremental_state: Any = None,
-        **_: Any,
+        self, query: Tensor, *_: Any, key_padding_mask: Tensor | None = None, incremental_state: Any = None, **__: Any
     ) -> tuple[Tensor, None]:
         """Attention of `query` (T, B, d) to itself and its past, with output projection: (T, B, d).
 
-        `key` and `value` are there for fairseq's way of calling and must be the same tensor. Padding may only fill up
-        sequences on the right, where nothing sees it.
+        fairseq calls it with `key` and `value` too, which must be the same tensor. Padding may only fill up sequences
+        on the right, where nothing sees it.
         """
         if incremental_state is not None:
             raise UserError("linear and momentum attention keep no incremental state: fairseq-generate cannot use them")
@@ -255,7 +244,7 @@ def trained_rule(options: Mapping[str, Any], path: str | Path = "") -> Rule:
 
 def set_rule(decoder: Any, rule: Rule) -> None:
     """Let the self-attention of every layer follow `rule`; parameters and their names stay as they are."""
-    if rule.is_ordinary:
+    if rule == ORDINARY:
         return
     for layer in decoder.layers:
         if isinstance(layer.self_attn, MultiheadAttention):

@@ -50,9 +50,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         with checkpoint_classes_allowed():
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
     except pickle.UnpicklingError as error:
+        text = " ".join(str(error).split())
+        offender = "asked for " + text.split("GLOBAL ")[1].split()[0] if "GLOBAL " in text else text[:100]
         raise UserError(
             f"{path}: refused: it is not a plain checkpoint (corrupt, or it asks to run code of its own); "
-            f"use the original file of the model [{_offender(error)}]"
+            f"use the original file of the model [{offender}]"
         ) from error
     except Exception as error:  # a damaged pickle can make the unpickler stumble in any way
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -74,12 +76,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def is_mapped(path: str | Path) -> bool:
     """Whether tensors of a checkpoint stay on disk until they are used: those older than torch 1.6 are no zip files."""
     return zipfile.is_zipfile(path)
-
-
-def _offender(error: Exception) -> str:
-    """What a refused pickle asked for, as torch's message tells it."""
-    text = " ".join(str(error).split())
-    return "asked for " + text.split("GLOBAL ")[1].split()[0] if "GLOBAL " in text else text[:100]
 
 
 def base_reference(state: dict[str, Any]) -> dict[str, Any] | None:
@@ -128,19 +124,17 @@ def language_model_config(state: dict[str, Any], path: str | Path) -> Transforme
     for name in config.__dataclass_fields__:
         if name in options and not name.startswith("_"):
             setattr(config, name, _checked(name, options[name], getattr(config, name), path))
-    width = config.decoder_embed_dim
-    config.decoder_input_dim = options.get("decoder_input_dim") or width
-    config.decoder_output_dim = options.get("decoder_output_dim") or width
-    for name in ("add_bos_token", "tpu"):
+    config.decoder_input_dim = options.get("decoder_input_dim") or config.decoder_embed_dim
+    config.decoder_output_dim = options.get("decoder_output_dim") or config.decoder_embed_dim
+    for name in ("add_bos_token", "tpu", "checkpoint_activations"):
         setattr(config, name, False)
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop"):
         setattr(config, name, 0.0)
     config.tokens_per_sample = options.get("tokens_per_sample") or 2048
     config.max_target_positions = options.get("max_target_positions") or config.tokens_per_sample
-    for name in ("max_target_positions", "tokens_per_sample"):
+    for name in POSITIONS:
         if isinstance(getattr(config, name), str):  # an interpolation that was never resolved
             setattr(config, name, 2048)
-    config.checkpoint_activations = False
     _check_sizes(config, state.get("model"), path)
     return config
 

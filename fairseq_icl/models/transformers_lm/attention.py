@@ -8,6 +8,7 @@ that of the rule: an `examined` pass finds out which windows the masks stand for
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ class FamilySeam(Seam):
 
     def __init__(self, scaling: float, window: int | None) -> None:
         super().__init__()
-        self.scaling = scaling
-        self.window = window
-        self.rule = ORDINARY
+        self.scaling, self.window, self.rule = scaling, window, ORDINARY
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,8 @@ def attention_function(
     """Attention as transformers asks for it: (B, T, H, D), and no weights. Dropout is off in everything run here."""
     for name, argument in others.items():
         if argument is not None and name not in IGNORED and not name.startswith(("output_", "return_")):
-            kind = type(module).__name__
-            raise UserError(
-                f"{kind} hands {name}={str(argument)[:40]} to attention, which is unknown here; use another model"
-            )
+            said = f"{type(module).__name__} hands {name}={str(argument)[:40]} to attention"
+            raise UserError(f"{said}, which is unknown here; use another model")
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     seam: FamilySeam | None = module.__dict__.get("seam")
     # The masks are what counts in transformers; not every family says its window as well.
@@ -99,18 +96,12 @@ def attention_function(
     return attend(rule, query, key, value, s_aux).transpose(1, 2), None
 
 
-@dataclass(frozen=True)
-class Mask:
-    """What an examined pass has in place of a mask."""
-
-    window: int | None
-
-
-def mask_function(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> Mask | None:
-    """transformers' question for a mask: there is none; examined passes find out which window it stands for."""
+def mask_function(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> SimpleNamespace | None:
+    """transformers' question for a mask: there is none; examined passes find out which `window` it stands for."""
     if _calls is None:
         return None
-    return Mask(window_of(mask_function, min(getattr(config, "max_position_embeddings", None) or 2**14, 2**17)))
+    longest = min(getattr(config, "max_position_embeddings", None) or 2**14, 2**17)
+    return SimpleNamespace(window=window_of(mask_function, longest))
 
 
 def window_of(mask: Callable[..., Any], longest: int) -> int | None:
@@ -129,9 +120,3 @@ def window_of(mask: Callable[..., Any], longest: int) -> int | None:
     if not torch.equal(seen(rows), (distance >= 0) & (distance < window)):
         raise ValueError("neither causal nor a window")
     return window if window < longest else None
-
-
-def register(transformers: Any) -> None:
-    """Tell transformers of both functions; again and again does no harm."""
-    transformers.AttentionInterface.register(NAME, attention_function)
-    transformers.AttentionMaskInterface.register(NAME, mask_function)

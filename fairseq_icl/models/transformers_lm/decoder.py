@@ -6,8 +6,7 @@ number is copied for that. Every module is registered once, under the name that 
 (`layers.3.self_attn.k_proj.weight`): what is moved there stays in its old place as a plain attribute.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
 from torch import Tensor, nn
 
+from fairseq_icl.compat.models import replaced
 from fairseq_icl.models.attention import Rule
 from fairseq_icl.models.transformers_lm.attention import FamilySeam
 from fairseq_icl.models.transformers_lm.examination import Anatomy, Heads, Separated
@@ -54,7 +54,18 @@ class Turned(nn.Module):
             return getattr(self.__dict__["inner"].block, name)
 
 
-class Attention(nn.Module):
+class Block(nn.Module):
+    """A module of transformers in fairseq's layout: (T, B, d) -> ((T, B, d), others)."""
+
+    block: nn.Module
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        result = self.block(x.transpose(0, 1), *args, **kwargs)
+        output, others = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
+        return output.transpose(0, 1), others
+
+
+class Attention(Block):
     """The self-attention of a layer: `block` is transformers' module, its parts are registered here."""
 
     self_attention = True
@@ -83,31 +94,29 @@ class Attention(nn.Module):
     def rule(self, rule: Rule) -> None:
         self.seam.rule = rule
 
-    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Attention of `query` (T, B, d) to itself and its past, with output projection: (T, B, d)."""
         self.called_with = {"args": args, "kwargs": kwargs}
-        result = self.block(query.transpose(0, 1), *args, **kwargs)
-        output, others = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
-        return output.transpose(0, 1), others
+        return super().forward(query, *args, **kwargs)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of x (T, B, d) at the positions of the last pass: (B, H, T, D) each."""
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        before = self.seam.look, self.seam.stand_in
-        self.seam.look = lambda *parts: seen.append(parts)
-        self.seam.stand_in = lambda rule, query, key, value, sinks: torch.zeros_like(query[..., : value.size(-1)])
-        try:
+
+        def stand_in(rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+            seen.append((query, key, value))
+            return torch.zeros_like(query[..., : value.size(-1)])
+
+        with replaced(self.seam, look=None, stand_in=stand_in):
             self.block(x.transpose(0, 1), *self.called_with["args"], **self.called_with["kwargs"])
-        finally:
-            self.seam.look, self.seam.stand_in = before
         return seen[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"called_with": {}}  # tensors of the last pass are no part of a copy
 
 
-class Layer(nn.Module):
-    """A layer, (T, B, d) -> ((T, B, d), others, None); `block` is transformers' module."""
+class Layer(Block):
+    """A layer, (T, B, d) -> ((T, B, d), others, None), as fairseq's."""
 
     def __init__(self, block: nn.Module, self_attn: Attention, anatomy: Anatomy) -> None:
         super().__init__()
@@ -131,22 +140,19 @@ class Layer(nn.Module):
                     if hasattr(owner, "gate_proj"):
                         self.__dict__["gate_proj"] = owner.gate_proj
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...] | None, None]:
-        result = self.block(x.transpose(0, 1), *args, **kwargs)
-        output, others = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
-        return output.transpose(0, 1), others, None
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return *super().forward(x, *args, **kwargs), None
 
 
-class Norm(nn.Module):
-    """A norm of transformers in fairseq's layout; what it receives is the state between attention and MLP."""
+class Norm(Block):
+    """A norm, (T, B, d) -> (T, B, d); what it receives is the state between attention and MLP."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.block(x.transpose(0, 1)).transpose(0, 1)
-        return normed
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)[0]
 
 
 class Scale(nn.Module):
@@ -213,14 +219,9 @@ class TransformersDecoder(FairseqDecoder):
             owner.__dict__[name] = nn.Identity()
             self.layer_norm = None
 
-    @contextmanager
-    def positions_from(self, start: int | Tensor) -> Iterator[None]:
+    def positions_from(self, start: int | Tensor) -> AbstractContextManager[None]:
         """While open, positions are counted from `start`: one for all sequences or one each, (B,)."""
-        before, self._start = self._start, start
-        try:
-            yield
-        finally:
-            self._start = before
+        return replaced(self, _start=start)
 
     def extract_features(
         self, prev_output_tokens: Tensor, encoder_out: None = None, incremental_state: Any = None, **_: Any

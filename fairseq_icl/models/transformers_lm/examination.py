@@ -4,8 +4,9 @@
 observe exactly, is refused in one line.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,30 +59,23 @@ class Anatomy:
     positions: int
 
 
-@dataclass
-class _Pass:
-    """Every call of a module in one pass, in order."""
-
-    calls: list[tuple[nn.Module, Any, Any]]
-
-    def of(self, module: nn.Module) -> tuple[Any, Any]:
-        """(first input, output) of a module's last call; (None, None) if it was not called."""
-        return next(((given, out) for called, given, out in reversed(self.calls) if called is module), (None, None))
+Seen = Mapping[nn.Module, tuple[Any, Any, int]]
+"""Module -> (first input, output, number of things returned beside it) of its last call in one pass."""
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[_Pass]:
-    seen = _Pass([])
+def _watched(model: nn.Module) -> Iterator[Seen]:
+    """While open, a mapping fills with what is called; modules that are not are (None, None, 0)."""
+    seen: dict[nn.Module, tuple[Any, Any, int]] = defaultdict(lambda: (None, None, 0))
 
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen.calls.append((module, args[0] if args else kwargs.get("hidden_states"), output))
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        output, *others = result if isinstance(result, tuple) else (result,)
+        seen[module] = (args[0] if args else kwargs.get("hidden_states"), output, len(others))
 
-    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def first_tokens(vocabulary: int) -> Tensor:
@@ -98,27 +92,35 @@ def examine(model: Any, name: str) -> Anatomy:
     try:
         with examined() as calls, _watched(model) as seen:
             own_logits = model(tokens, use_cache=False).logits
-    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:  # a Mask is no tensor
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:  # a window is no mask
         raise UserError(
             f"{name}: which tokens see each other is neither causal nor a window; use another model"
         ) from error
     layers = _layers(model, calls, name)
     for call in calls:
-        _check_projections(call, seen, name)
-    if not torch.allclose(own_logits, logits, rtol=0, atol=_tolerance(logits)):
+        _separate(call, seen, name)
+    if not agree(own_logits, logits):
         raise UserError(f"{name}: attention computed here is not that of the model's own code; use another model")
     body = next(m for m in model.modules() if any(child is layers for child in m._modules.values()))
-    state = _output(seen.of(layers[-1])[1])
-    norm, state = _reader(body, seen, state)
+    norm, state = _reader(body, seen, seen[layers[-1]][1])
     projection, state = _reader(body, seen, state) if norm is not None else (None, state)
     scale, cap = _head(model, state, logits, name)
-    embedding = model.get_input_embeddings()
     return Anatomy(
-        embedding=_place(model, embedding),
+        embedding=_place(model, model.get_input_embeddings()),
         body=body,
         layers=layers,
-        others=_others(seen.of(layers[0])[1]),
-        attention=[_heads(block, call, seen) for block, call in zip(layers, calls, strict=True)],
+        others=seen[layers[0]][2],
+        attention=[
+            Heads(
+                place=_place(layer, call.module),
+                heads=call.query.size(1),
+                head_dim=call.query.size(3),
+                scaling=call.scaling,
+                window=call.window,
+                others=seen[call.module][2],
+            )
+            for layer, call in zip(layers, calls, strict=True)
+        ],
         after_attention=_after_attention(layers[0], calls[0].module, seen),
         feed_forward=_feed_forward(layers[0], calls[0].module, seen),
         final_norm=None if norm is None else (body, norm),
@@ -140,9 +142,10 @@ def positions_of(config: Any) -> int:
     return int(min(limits))
 
 
-def _tolerance(logits: Tensor) -> float:
-    precision = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 3e-2
-    return precision * max(1.0, float(logits.abs().max()))
+def agree(found: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
+    """Whether two ways to compute the same differ by no more than rounding."""
+    precision = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 3e-2
+    return torch.allclose(found, expected, rtol=rtol, atol=precision * max(1.0, float(expected.abs().max())))
 
 
 def _layers(model: nn.Module, calls: Sequence[Call], name: str) -> nn.ModuleList:
@@ -166,19 +169,11 @@ def _layers(model: nn.Module, calls: Sequence[Call], name: str) -> nn.ModuleList
     raise UserError(f"{name}: its layers do not have one attention module each; use a model of another family")
 
 
-def _check_projections(call: Call, seen: _Pass, name: str) -> None:
-    """Separate queries, keys and values where one matrix makes them; refuse where they are not made by matrices."""
-    module = call.module
-    for fused in FUSED:
-        if isinstance(getattr(module, fused, None), nn.Linear):
-            _separate(module, fused, call, seen, name)
-            return
-    if not all(isinstance(getattr(module, part, None), nn.Linear) for part in ("q_proj", "k_proj", "v_proj")):
-        raise UserError(f"{name}: keys and values are not made by one matrix each; use a model of another family")
-
-
 class Separated(nn.Module):
     """In place of one matrix for queries, keys and values: three, of which each may learn by itself."""
+
+    parts: dict[str, nn.Linear]
+    """q_proj, k_proj and v_proj."""
 
     def __init__(self, parts: dict[str, nn.Linear], heads: int | None) -> None:
         super().__init__()
@@ -186,21 +181,21 @@ class Separated(nn.Module):
         self.heads = heads  # None: queries, keys, values; else all three of one head after the other
 
     def forward(self, x: Tensor) -> Tensor:
-        made = [part(x) for part in self.__dict__["parts"].values()]
+        made = [part(x) for part in self.parts.values()]
         if self.heads is None:
             return torch.cat(made, dim=-1)
         return torch.stack([part.unflatten(-1, (self.heads, -1)) for part in made], dim=-2).flatten(-3)
 
-    @property
-    def parts(self) -> dict[str, nn.Linear]:
-        """q_proj, k_proj and v_proj."""
-        found: dict[str, nn.Linear] = self.__dict__["parts"]
-        return found
 
-
-def _separate(module: nn.Module, fused: str, call: Call, seen: _Pass, name: str) -> None:
-    whole: nn.Linear = getattr(module, fused)
-    x = seen.of(whole)[0]
+def _separate(call: Call, seen: Seen, name: str) -> None:
+    """Separate queries, keys and values where one matrix makes them; refuse where they are not made by matrices."""
+    parts_of: dict[str, Any] = call.module._modules
+    fused = next((part for part in FUSED if isinstance(parts_of.get(part), nn.Linear)), None)
+    if fused is None:
+        if not all(isinstance(parts_of.get(part), nn.Linear) for part in ("q_proj", "k_proj", "v_proj")):
+            raise UserError(f"{name}: keys and values are not made by one matrix each; use a model of another family")
+        return
+    whole: nn.Linear = parts_of[fused]
     heads, groups, width = call.query.size(1), call.key.size(1), call.query.size(3)
     sizes = [heads * width, groups * width, call.value.size(1) * call.value.size(3)]
     for by_head in (False, True):
@@ -208,27 +203,24 @@ def _separate(module: nn.Module, fused: str, call: Call, seen: _Pass, name: str)
             continue
         rows = torch.arange(whole.out_features)
         chosen = rows.view(heads, 3, width).transpose(0, 1).flatten(1) if by_head else rows.split(sizes)
-        parts = {f"{kind}_proj": _rows_of(whole, part) for kind, part in zip("qkv", chosen, strict=True)}
-        value = parts["v_proj"](x).unflatten(-1, (call.value.size(1), -1)).transpose(1, 2)
-        if torch.allclose(value, call.value, rtol=1e-2, atol=_tolerance(call.value)):
-            module._modules[fused] = Separated(parts, heads if by_head else None)
+        weight, bias = whole.weight.detach(), None if whole.bias is None else whole.bias.detach()
+        parts = {
+            f"{kind}_proj": linear_of(weight[part], None if bias is None else bias[part])
+            for kind, part in zip("qkv", chosen, strict=True)
+        }
+        value = parts["v_proj"](seen[whole][0]).unflatten(-1, (call.value.size(1), -1)).transpose(1, 2)
+        if agree(value, call.value, rtol=1e-2):
+            parts_of[fused] = Separated(parts, heads if by_head else None)
             return
     raise UserError(f"{name}: its {fused} holds queries, keys and values in an unknown order; use another model")
 
 
-def _rows_of(whole: nn.Linear, rows: Tensor) -> nn.Linear:
-    part = nn.Linear(1, 1, bias=whole.bias is not None)
-    part.in_features, part.out_features = whole.in_features, len(rows)
-    part.weight = nn.Parameter(whole.weight.detach()[rows])
-    if whole.bias is not None:
-        part.bias = nn.Parameter(whole.bias.detach()[rows])
-    return part
-
-
-def _heads(block: nn.Module, call: Call, seen: _Pass) -> Heads:
-    output = seen.of(call.module)[1]
-    heads, width = call.query.size(1), call.query.size(3)
-    return Heads(_place(block, call.module), heads, width, call.scaling, call.window, _others(output))
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer of these values, (outputs, inputs) and (outputs,)."""
+    linear = nn.Linear(1, 1, bias=bias is not None)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    return linear
 
 
 def _place(model: nn.Module, wanted: nn.Module) -> Place:
@@ -239,18 +231,10 @@ def _place(model: nn.Module, wanted: nn.Module) -> Place:
     raise LookupError(type(wanted).__name__)
 
 
-def _output(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _others(result: Any) -> int:
-    return len(result) - 1 if isinstance(result, tuple) else 0
-
-
-def _reader(body: nn.Module, seen: _Pass, state: Tensor) -> tuple[str | None, Tensor]:
+def _reader(body: nn.Module, seen: Seen, state: Tensor) -> tuple[str | None, Tensor]:
     """The part of `body` that was called with this very tensor, and what it made of it."""
     for name, child in body.named_children():
-        given, output = seen.of(child)
+        given, output, _ = seen[child]
         if given is state:
             return name, output
     return None, state
@@ -269,36 +253,31 @@ def _head(model: Any, features: Tensor, logits: Tensor, name: str) -> tuple[floa
     for factor in factors:
         found = plain * factor
         found = found if cap is None else torch.tanh(found / cap) * cap
-        if torch.allclose(found, logits, rtol=0, atol=_tolerance(logits)):
+        if agree(found, logits):
             return factor, cap
     raise UserError(f"{name}: its logits are more than a norm and a matrix; use a model of another family")
 
 
-def _after_attention(block: nn.Module, attention: nn.Module, seen: _Pass) -> str | None:
+def _after_attention(layer: nn.Module, attention: nn.Module, seen: Seen) -> str | None:
     """The part that receives x + attention(x), or that with a norm on what attention put out."""
-    x = seen.of(block)[0]
+    x, out = seen[layer][0], seen[attention][1]
     if not isinstance(x, Tensor):
         return None
-    out = _output(seen.of(attention)[1])
-    added = [out]
-    for child in block.children():
-        given, output = seen.of(child)
-        if given is out and isinstance(output, Tensor):
-            added.append(output)
-    for name, child in block.named_children():
-        given, _ = seen.of(child)
+    calls = {name: (child, *seen[child]) for name, child in layer.named_children()}
+    normed = [output for _, given, output, _ in calls.values() if given is out and isinstance(output, Tensor)]
+    for name, (child, given, _, _) in calls.items():
         fits = isinstance(given, Tensor) and given.shape == x.shape and child is not attention
-        if fits and any(torch.allclose(given, x + part, rtol=1e-4, atol=_tolerance(x)) for part in added):
+        if fits and any(agree(given, x + part, rtol=1e-4) for part in (out, *normed)):
             return name
     return None
 
 
-def _feed_forward(block: nn.Module, attention: nn.Module, seen: _Pass) -> str | None:
+def _feed_forward(layer: nn.Module, attention: nn.Module, seen: Seen) -> str | None:
     """The one part with matrices beside attention, if it takes and gives (B, T, d)."""
     found = []
-    for name, child in block.named_children():
+    for name, child in layer.named_children():
         if attention not in set(child.modules()) and any(p.dim() > 1 for p in child.parameters()):
-            given, output = seen.of(child)
-            whole = isinstance(given, Tensor) and isinstance(output, Tensor) and given.dim() == 3
+            given, output, others = seen[child]
+            whole = isinstance(given, Tensor) and isinstance(output, Tensor) and given.dim() == 3 and not others
             found.append(name if whole and output.shape == given.shape else None)
     return found[0] if len(found) == 1 else None
