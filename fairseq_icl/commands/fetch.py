@@ -46,20 +46,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Entry of the command; the exit code."""
+    """Bring datasets, with a line for each file, or a model; the exit code."""
     arguments = parser().parse_args(argv)
-    return fetch_data(arguments) if arguments.what == "data" else fetch_model(arguments)
-
-
-def fetch_data(arguments: argparse.Namespace) -> int:
-    """Bring datasets; a line for each file."""
+    if arguments.what == "model":
+        return fetch_model(arguments)
     if arguments.all and arguments.names:
         raise UserError("--all: brings the whole catalogue; leave out the names")
     names = arguments.names or (dataset_names() if arguments.all else paper_datasets())
     specs = [find_spec(name, arguments.to) for name in names]
     if arguments.by_hand:
-        lines = [(place, url) for spec in specs for _, url, place in places(spec, arguments.to)]
-        print(text_table([("put it at", "download"), *((str(place), url) for place, url in lines)]))
+        lines = [(str(place), url) for spec in specs for _, url, place in places(spec, arguments.to)]
+        print(text_table([("put it at", "download"), *lines]))
         return 0
     for spec in specs:
         for line in fetch_dataset(spec, arguments.to, any_rows=arguments.any_rows, quiet=arguments.quiet):

@@ -60,7 +60,7 @@ def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
     Without network a copy in the cache is used as it is.
     """
     repository_name, revision = split_name(name)
-    by_hand = _by_hand(name, "a folder", "model=THE_FOLDER")
+    by_hand = _by_hand(name, "a folder", " and give model=THE_FOLDER")
     try:
         repository = open_repository("model", repository_name, revision, by_hand)
     except UserError:
@@ -74,10 +74,10 @@ def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
 
 
 def _by_hand(name: str, folder: str, use: str = "") -> str:
+    """How to do without the hub's library."""
     repository, revision = split_name(name)
-    files = f"{CONFIG}, tokenizer.json and {WEIGHT_FILES[0]}"
     page = address("model", repository, revision or "main", "").rstrip("/").replace("/resolve/", "/tree/")
-    return f"download {files} from {page} into {folder}" + (f" and give {use}" if use else "")
+    return f"download {CONFIG}, tokenizer.json and {WEIGHT_FILES[0]} from {page} into {folder}{use}"
 
 
 def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False) -> str:

@@ -6,7 +6,7 @@ Also checkpoints of random weights, to stand in for one.
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ TOKENIZER_FILES = {
     "sentencepiece": {"sentencepiece_model": "sentencepiece.bpe.model"},
 }
 """The flags of fairseq's tokenizers and the names their files have beside a published checkpoint."""
-DECODERS: dict[str, Callable[[str], str]] = {"sentencepiece": lambda piece: piece.replace("\u2581", " ")}
-"""Symbol -> text where the tokenizer's own way back would lose the space in front of a word."""
 POSITIONS = 2048
 """Longest prompt of the dense language models."""
 
@@ -85,13 +83,12 @@ class ModelFiles:
         if self.hugging_face is not None:
             return self.hugging_face.writing
         dictionary = self.load_dictionary()
-        bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
+        encode = line_encoder(dictionary, self._load_bpe())
         positions = POSITIONS  # of random weights that are not made yet
         if self.checkpoint.exists():
             found = language_model_config(read_checkpoint(self.checkpoint), self.checkpoint)
             positions = found.max_target_positions
         eos = (dictionary.eos(),)
-        encode = line_encoder(dictionary, bpe)
         newline = tuple(encode("\n"))
         return Writing(
             encode=encode,
@@ -110,15 +107,18 @@ class ModelFiles:
 
     @cached_property
     def _spelled(self) -> Callable[[int], str]:
-        if self.hugging_face is not None:
-            folder = self.hugging_face
-            return lru_cache(maxsize=None)(lambda token: folder.vocabulary.decode([token]))
-        dictionary, decode = self.load_dictionary(), DECODERS.get(self.bpe or "")
-        if self.bpe and decode is None:
-            bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
-            decode = bpe.decode if bpe is not None else None
-        spelled = decode or (lambda symbol: f" {symbol}")  # words, without a tokenizer
-        return lru_cache(maxsize=None)(lambda token: str(spelled(dictionary[token])))
+        folder, dictionary = self.hugging_face, self.load_dictionary()
+        if folder is not None:
+            return cache(lambda token: folder.decode([token]))
+        if not self.bpe:  # its symbols are words
+            return lambda token: f" {dictionary[token]}"
+        if self.bpe == "sentencepiece":  # whose own way back would lose the space in front of a word
+            return lambda token: dictionary[token].replace("\u2581", " ")
+        bpe = self._load_bpe()
+        return cache(lambda token: bpe.decode(dictionary[token]))
+
+    def _load_bpe(self) -> Any | None:
+        return load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
 
 
 def find_files(

@@ -24,6 +24,7 @@ from fairseq_icl.models.checkpoints import (
 )
 from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face.weights import Keep, check_files, is_finite, load_weights
+from fairseq_icl.models.transformers_lm import load_folder
 from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
@@ -44,21 +45,11 @@ class PretrainedLMConfig(FairseqDataclass):
     """No options of its own: the checkpoint says everything, and the task says which checkpoint."""
 
 
-class _Caller(nn.Module):
-    """A module that calls a function: what `torch.func.functional_call` needs to hold weights for a function."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], Result]) -> Result:
-        return function()
-
-
 def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
     """What `function`, which uses `model`, computes while the model's parameters of these names have these values."""
-    named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    result: Result = torch.func.functional_call(_Caller(model), named, (function,))
+    caller = nn.Module()  # torch puts weights into the parts of a module, and calls that
+    caller.model, caller.forward = model, function
+    result: Result = torch.func.functional_call(caller, {f"model.{name}": value for name, value in weights.items()}, ())
     return result
 
 
@@ -186,8 +177,6 @@ def load_decoder(
                 f"({len(path.dictionary):,}); leave out --dict"
             )
         if path.fairseq_config is None:
-            from fairseq_icl.models.transformers_lm import load_folder
-
             check_files(path.weight_files())
             return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype)
         load: Callable[..., None] = load_weights

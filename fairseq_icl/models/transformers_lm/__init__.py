@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.models import FairseqDecoder
+from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face.weights import MASKS, is_finite
 from fairseq_icl.models.transformers_lm.attention import NAME, attention_function, mask_function
 from fairseq_icl.models.transformers_lm.decoder import TransformersDecoder
 from fairseq_icl.models.transformers_lm.examination import agree, examine, first_tokens, linear_of, positions_of
 
 __all__ = ["TransformersDecoder", "adapted", "import_transformers", "load_folder", "positions_of", "read_config"]
+
+TOLERANCE = 1e-3
+"""In nats. Two ways of transformers itself to compute attention (eager, sdpa) differ by 1e-4 on long prompts."""
 
 
 def import_transformers(wanted_by: str | Path = "this") -> Any:
@@ -141,3 +147,23 @@ def _refusal(folder: Path, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
         return UserError(f"{folder}: the folder brings its own code, which is not run; use a model of a known family")
     return UserError(f"{folder}: transformers cannot read it ({reason}); download it again, or use another model")
+
+
+@torch.no_grad()
+def difference_from_transformers(model: HFModel, decoder: FairseqDecoder) -> tuple[float, str]:
+    """(largest difference, in nats, of a token's log-probability in a long text, which transformers it was)."""
+    transformers = import_transformers(model.folder)
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        model.folder, config=read_config(model.folder), dtype=torch.float32, local_files_only=True,
+        trust_remote_code=False, attn_implementation="eager",
+    ).eval()  # fmt: skip
+    text = [f"Review {n}: the film of {1900 + 7 * n} was {('dull', 'great', 'long')[n % 3]}." for n in range(24)]
+    rows = [model.bos, *model.encode_line(" ".join(text))][: model.positions]
+    tokens = torch.tensor([[model.vocabulary.order[row] for row in rows]])
+
+    def of_next(logits: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probability of every token but the first: logits (1, T, V), tokens (1, T) -> (T - 1,)"""
+        return logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+
+    own = of_next(decoder(torch.tensor([rows]))[0], torch.tensor([rows]))
+    return float((own - of_next(other(tokens).logits, tokens)).abs().max()), f"transformers {transformers.__version__}"

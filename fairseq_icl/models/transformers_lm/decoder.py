@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fairseq_icl.compat.models import replaced
 from fairseq_icl.models.attention import Rule
-from fairseq_icl.models.transformers_lm.attention import FamilySeam
-from fairseq_icl.models.transformers_lm.examination import Anatomy, Heads, Separated
+from fairseq_icl.models.transformers_lm.attention import Call, FamilySeam
+from fairseq_icl.models.transformers_lm.examination import Anatomy, Separated, place_of, positions_of
 
 NAMES = {"o_proj": "out_proj", "dense": "out_proj", "c_proj": "out_proj"}
 """Parts of an attention module -> what this package calls them."""
@@ -70,10 +70,11 @@ class Attention(Block):
 
     self_attention = True
 
-    def __init__(self, block: nn.Module, heads: Heads) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.scaling = heads.heads, heads.head_dim, heads.scaling
-        self.seam = FamilySeam(heads.scaling, heads.window)
+        _, self.num_heads, _, self.head_dim = call.query.shape
+        self.scaling, self.seam = call.scaling, FamilySeam(call.scaling, call.window)
+        block = call.module
         block.__dict__["seam"] = self.seam
         for name in list(block._modules):
             part = moved(block, name)
@@ -189,18 +190,17 @@ class TransformersDecoder(FairseqDecoder):
         self.padding_idx = dictionary.pad()
         self.adaptive_softmax = self.embed_positions = None
         self.family: str = model.config.model_type
-        self._positions: int = anatomy.positions
+        self._positions = positions_of(model.config)
         self.body: Any = anatomy.body
         head = model.get_output_embeddings()
         self.embed_tokens: Any = moved(*anatomy.embedding)
         self.layers = nn.ModuleList()
-        entries = anatomy.layers
-        for number, (block, call) in enumerate(zip(list(entries), anatomy.attention, strict=True)):
-            owner, name = call.place
-            attention = Attention(owner.get_submodule(name), call)
-            owner._modules[name] = Turned(attention, call.others)
+        for number, (block, call) in enumerate(zip(list(anatomy.layers), anatomy.attention, strict=True)):
+            owner, name = place_of(block, call.module)
+            attention = Attention(call)
+            owner._modules[name] = Turned(attention, anatomy.others[call.module])
             self.layers.append(Layer(block, attention, anatomy))
-            entries[number] = Turned(self.layers[-1], anatomy.others)
+            anatomy.layers[number] = Turned(self.layers[-1], anatomy.others[block])
         self.num_layers = len(self.layers)
         self.layer_norm = moved(*anatomy.final_norm) if anatomy.final_norm is not None else None
         self._final_norm = anatomy.final_norm

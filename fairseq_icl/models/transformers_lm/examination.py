@@ -25,19 +25,6 @@ Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The attention of one layer."""
-
-    place: Place
-    heads: int
-    head_dim: int
-    scaling: float
-    window: int | None
-    others: int
-    """What its module returns beside the output."""
-
-
-@dataclass(frozen=True)
 class Anatomy:
     """Where the parts are that this package looks at."""
 
@@ -45,9 +32,10 @@ class Anatomy:
     body: nn.Module
     """The module that runs the layers."""
     layers: nn.ModuleList
-    others: int
-    """What a layer returns beside its output."""
-    attention: Sequence[Heads]
+    attention: Sequence[Call]
+    """That of each layer."""
+    others: Mapping[nn.Module, int]
+    """How many things a module returns beside its output."""
     after_attention: str | None
     """The part of a layer that receives the state after attention; None if there is no such state."""
     feed_forward: str | None
@@ -56,7 +44,6 @@ class Anatomy:
     projection: Place | None
     scale: float
     cap: float | None
-    positions: int
 
 
 Seen = Mapping[nn.Module, tuple[Any, Any, int]]
@@ -106,28 +93,17 @@ def examine(model: Any, name: str) -> Anatomy:
     projection, state = _reader(body, seen, state) if norm is not None else (None, state)
     scale, cap = _head(model, state, logits, name)
     return Anatomy(
-        embedding=_place(model, model.get_input_embeddings()),
+        embedding=place_of(model, model.get_input_embeddings()),
         body=body,
         layers=layers,
-        others=seen[layers[0]][2],
-        attention=[
-            Heads(
-                place=_place(layer, call.module),
-                heads=call.query.size(1),
-                head_dim=call.query.size(3),
-                scaling=call.scaling,
-                window=call.window,
-                others=seen[call.module][2],
-            )
-            for layer, call in zip(layers, calls, strict=True)
-        ],
+        attention=calls,
+        others={module: others for module, (_, _, others) in seen.items()},
         after_attention=_after_attention(layers[0], calls[0].module, seen),
         feed_forward=_feed_forward(layers[0], calls[0].module, seen),
         final_norm=None if norm is None else (body, norm),
         projection=None if projection is None else (body, projection),
         scale=scale,
         cap=cap,
-        positions=positions_of(model.config),
     )
 
 
@@ -223,7 +199,7 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _place(model: nn.Module, wanted: nn.Module) -> Place:
+def place_of(model: nn.Module, wanted: nn.Module) -> Place:
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is wanted:
