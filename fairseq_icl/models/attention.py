@@ -26,22 +26,19 @@ from fairseq_icl.errors import UserError
 
 KINDS = ("softmax", "momentum")
 """Rules of attention that a model may have been trained with."""
+HIDDEN = -1e30
+"""Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 
 
 def decayed_sum(values: Tensor, eta: float | Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """m_t = sum_{i < t} eta^(t-i) v_i, the value of t itself excluded.
+    """m_t = sum_{i < t} eta^(t-i) v_i, (..., T, D), and the m of the token that comes next, (..., 1, D).
 
     The sum follows m_{t+1} = eta (m_t + v_t). Here it is a scan by doubling: if s_t holds the decayed sum over the last
     2^j values, then s_t + eta^(2^j) s_{t-2^j} holds it over the last 2^(j+1), so log2(T) additions of whole tensors
     replace T steps in Python, nothing is divided by a power of eta, and no (T x T) matrix is needed.
 
-    Args:
-        values: (..., T, D); set those of padding to zero, they then add nothing.
-        eta: in [0, 1); a number, or a tensor that broadcasts to (..., 1, 1), such as (H, 1, 1).
-        state: (..., 1, D), what an earlier call returned as state, to go on behind its tokens; none at the beginning.
-
-    Returns:
-        The sums (..., T, D) and the state behind the last token, which is the m of the token that comes next.
+    `values` are (..., T, D), zero where they are padding; `eta` in [0, 1) is a number or a tensor that broadcasts to
+    (..., 1, 1), such as (H, 1, 1). `state` is the second result of an earlier call, to go on behind its tokens.
     """
     rate = torch.as_tensor(eta, dtype=values.dtype, device=values.device)
     if bool((rate < 0).any()) or bool((rate >= 1).any()):
@@ -75,8 +72,7 @@ class Rule:
     ) -> Tensor:
         """Every token to itself and its past: (B, H, T, D) each -> (B, H, T, D).
 
-        `sinks` (H,) are scores of a key without a value, `dropout` is that of softmax's weights; linear attention has
-        neither.
+        Linear attention has neither `sinks` (H,), scores of a key without a value, nor `dropout` of softmax's weights.
         """
         window = self.window if self.window is not None and self.window < query.size(2) else None
         if self.linear:
@@ -89,7 +85,8 @@ class Rule:
             )
         else:
             attended, total = attention_by_formula(query, key, value, causal=True, rule=self)
-            attended = with_sinks(attended, total, sinks)
+            if sinks is not None:  # beside the scores of which `total` is the logsumexp
+                attended = attended * torch.sigmoid(total - sinks[:, None]).to(attended)[..., None]
         return attended + decayed_sum(value, self.momentum)[0] if self.momentum else attended
 
 
@@ -98,18 +95,13 @@ def band(length: int, window: int, device: torch.device | None = None) -> Tensor
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def with_sinks(attended: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention (..., H, T, D) whose softmax has sinks (H,) beside the scores of which `total` is the logsumexp."""
-    return attended if sinks is None else attended * torch.sigmoid(total - sinks[:, None]).to(attended)[..., None]
-
-
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, rule: "Rule", mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of (B, H, T, D) to (B, H, K, D), and logsumexp of its scores, (B, H, T); `mask` (T, K) is added.
 
-    By PyTorch's fused kernels, which have this logarithm; their public function keeps it to itself. Where
-    gradients are wanted, or scores are capped, by the formula.
+    By PyTorch's fused kernels, whose public function keeps the logarithm to itself; by the formula where gradients are
+    wanted or scores are capped.
     """
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
     plain = mask is None and rule.cap is None and rule.window is None
@@ -122,8 +114,7 @@ def softmax_attention(
     if causal and rule.window is not None and rule.window < query.size(2):
         causal, mask = False, torch.where(band(query.size(2), rule.window), 0.0, HIDDEN).to(query)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attended, total = fused(query, key, value, 0.0, causal, attn_mask=mask, scale=1.0)
-    return attended, total
+    return fused(query, key, value, 0.0, causal, attn_mask=mask, scale=1.0)
 
 
 def attention_by_formula(
@@ -140,8 +131,6 @@ def attention_by_formula(
     return (scores - total[..., None]).exp().to(value) @ value, total
 
 
-HIDDEN = -1e30
-"""Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 ORDINARY = Rule()
 """Softmax attention and nothing else."""
 
@@ -158,9 +147,9 @@ class Seam:
     fairseq's own, which is one fused operation, while somebody asks for it (`observing.probe.listening`).
     """
 
-    def __init__(self) -> None:
-        self.look: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        self.stand_in: StandIn | None = None
+    look: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    stand_in: Callable[[Rule, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """Rule, queries, keys, values and sinks -> what the heads put out."""
 
     def attend(
         self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
@@ -173,20 +162,14 @@ class Seam:
         return rule.attend(query, key, value, sinks, dropout)
 
 
-StandIn = Callable[[Rule, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Rule, queries, keys, values and sinks -> what the heads put out."""
-
-
 def projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (scaled), keys and values of fairseq's attention, (B, H, T, D) each, for what it receives, x (T, B, d).
 
     They are views of (T, B, H, D): the products read x as it lies in memory, and nothing is copied.
     """
-    heads = (module.num_heads, module.head_dim)
     query = module.q_proj(x) if rule_of(module).linear else module.q_proj(x) * module.scaling
-    query, key, value = (
-        part.unflatten(2, heads).permute(1, 2, 0, 3) for part in (query, module.k_proj(x), module.v_proj(x))
-    )
+    parts = (query, module.k_proj(x), module.v_proj(x))
+    query, key, value = (part.unflatten(2, (module.num_heads, -1)).permute(1, 2, 0, 3) for part in parts)
     return query, key, value
 
 
@@ -236,9 +219,8 @@ def trained_rule(options: Mapping[str, Any], path: str | Path = "") -> Rule:
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta < 1:
         raise UserError(f"{where}momentum={str(eta)[:40]}: must be at least 0 and below 1, or the sum does not decay")
     if (eta > 0) != (kind == "momentum"):
-        raise UserError(
-            f"{where}attention={kind}, momentum={eta:g}: give --attention momentum and --momentum ETA together"
-        )
+        said = f"{where}attention={kind}, momentum={eta:g}"
+        raise UserError(f"{said}: give --attention momentum and --momentum ETA together")
     return Rule(momentum=float(eta))
 
 

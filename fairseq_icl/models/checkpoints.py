@@ -18,12 +18,9 @@ from fairseq_icl.compat.models import checkpoint_classes_allowed, without_initia
 from fairseq_icl.errors import UserError
 
 POSITIONS = ("max_target_positions", "tokens_per_sample")
-SIZES = {
-    **dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 1 << 17),
-    "decoder_ffn_embed_dim": 1 << 20,
-    **{"decoder_layers": 1 << 10, "decoder_attention_heads": 1 << 12},
-    **dict.fromkeys(POSITIONS, 1 << 20),
-}
+SIZES = dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 1 << 17)
+SIZES |= {"decoder_ffn_embed_dim": 1 << 20, "decoder_layers": 1 << 10, "decoder_attention_heads": 1 << 12}
+SIZES |= dict.fromkeys(POSITIONS, 1 << 20)
 """The largest numbers that are believed: far above every published model, far below what fills a memory."""
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 MAX_TEXT = 10_000
@@ -57,7 +54,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             f"use the original file of the model [{offender}]"
         ) from error
     except Exception as error:  # a damaged pickle can make the unpickler stumble in any way
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: truncated or corrupt checkpoint; download or copy it again [{reason}]") from error
     if not isinstance(state, dict) or "model" not in state:
         raise UserError(f"{path}: not a fairseq checkpoint (it has no 'model' entry)")
@@ -81,9 +78,9 @@ def is_mapped(path: str | Path) -> bool:
 def base_reference(state: dict[str, Any]) -> dict[str, Any] | None:
     """{"path", "sha256"} of the base if `state` is one of our fine-tuned checkpoints, else None."""
     task_state = state.get("task_state")
-    if not isinstance(task_state, dict) or task_state.get(BASE_REFERENCE) is None:
+    reference = task_state.get(BASE_REFERENCE) if isinstance(task_state, dict) else None
+    if reference is None:
         return None
-    reference = task_state[BASE_REFERENCE]
     if not isinstance(reference, dict) or not all(isinstance(reference.get(key), str) for key in ("path", "sha256")):
         raise UserError("the fine-tuned checkpoint does not name its base by path and sha256: it was altered")
     if "${" in reference["path"] or not reference["path"].isprintable():
@@ -209,7 +206,6 @@ def _check_sizes(config: TransformerLanguageModelConfig, weights: Any, path: str
     if table is not None and (table.dim() != 2 or table.shape[1] != config.decoder_input_dim):
         shape = tuple(table.shape)
         raise UserError(f"{path}: names a width of {config.decoder_input_dim}, its embeddings have the shape {shape}")
-    inner = names.get("layers.0.fc1.weight")
-    if inner is not None and tuple(inner.shape) != (config.decoder_ffn_embed_dim, config.decoder_embed_dim):
-        wanted = (config.decoder_ffn_embed_dim, config.decoder_embed_dim)
+    inner, wanted = names.get("layers.0.fc1.weight"), (config.decoder_ffn_embed_dim, config.decoder_embed_dim)
+    if inner is not None and tuple(inner.shape) != wanted:
         raise UserError(f"{path}: names a feed-forward layer of {wanted}, its weights have {tuple(inner.shape)}")

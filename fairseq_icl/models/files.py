@@ -88,17 +88,10 @@ class ModelFiles:
         if self.checkpoint.exists():
             found = language_model_config(read_checkpoint(self.checkpoint), self.checkpoint)
             positions = found.max_target_positions
-        eos = (dictionary.eos(),)
-        newline = tuple(encode("\n"))
+        bos, eos, unknown, newline = dictionary.bos(), dictionary.eos(), dictionary.unk(), tuple(encode("\n"))
+        newline = () if unknown in newline else newline
         return Writing(
-            encode=encode,
-            max_positions=positions,
-            bos=dictionary.bos(),
-            separator=eos,
-            line_break=eos,
-            unknown=dictionary.unk(),
-            eos=dictionary.eos(),
-            newline=() if dictionary.unk() in newline else newline,
+            encode, positions, bos, separator=(eos,), line_break=(eos,), unknown=unknown, eos=eos, newline=newline
         )
 
     def spell(self, tokens: Sequence[int]) -> list[str]:
@@ -151,16 +144,10 @@ def find_files(
     bpe = find_tokenizer(beside) if bpe == "auto" else bpe
     if bpe is not None and bpe not in TOKENIZER_FILES:
         raise UserError(f"bpe={bpe}: not a tokenizer known here; choose from {', '.join(TOKENIZER_FILES)}")
-    named = tokenizer_files or {}
-    return ModelFiles(
-        name=name or ("demo" if checkpoint == DEMO_MODEL else checkpoint.resolve().parent.name) or "model",
-        checkpoint=checkpoint,
-        dictionary=Path(dictionary or beside / "dict.txt"),
-        bpe=bpe,
-        tokenizer={
-            flag: Path(named.get(flag) or beside / file) for flag, file in TOKENIZER_FILES.get(bpe or "", {}).items()
-        },
-    )
+    name = name or ("demo" if checkpoint == DEMO_MODEL else checkpoint.resolve().parent.name) or "model"
+    named, usual = tokenizer_files or {}, TOKENIZER_FILES.get(bpe or "", {})
+    found = {flag: Path(named.get(flag) or beside / file) for flag, file in usual.items()}
+    return ModelFiles(name, checkpoint, Path(dictionary or beside / "dict.txt"), bpe, found)
 
 
 def find_tokenizer(folder: Path) -> str:
@@ -177,8 +164,7 @@ def line_encoder(dictionary: Dictionary, bpe: Any | None) -> Encode:
 
     `bpe` is what fairseq's `build_bpe` returns. Lines that recur (label words, shared inputs) are encoded once.
     """
-    if bpe is not None:
-        _check_match(dictionary, bpe)
+    _check_match(dictionary, bpe)
 
     @lru_cache(maxsize=4096)
     def encode(line: str) -> tuple[int, ...]:
@@ -220,10 +206,10 @@ def load_bpe(name: str | None, **files: str | None) -> Any | None:
         raise UserError(f"{named}: not the files of a {name} tokenizer ({error}); download them again") from error
 
 
-def _check_match(dictionary: Dictionary, bpe: Any) -> None:
+def _check_match(dictionary: Dictionary, bpe: Any | None) -> None:
     """Refuse BPE files that do not belong together or to the dictionary: they would turn every text into nonsense."""
     pieces: list[str] = []
-    if hasattr(bpe, "bpe") and hasattr(bpe.bpe, "bpe_ranks"):  # gpt2
+    if hasattr(getattr(bpe, "bpe", None), "bpe_ranks"):  # gpt2
         pieces = [str(number) for number in bpe.bpe.encoder.values()]
         if any("".join(pair) not in bpe.bpe.encoder for pair in bpe.bpe.bpe_ranks):
             raise UserError("--gpt2-vocab-bpe has merges that --gpt2-encoder-json does not know; use one model's files")
@@ -243,7 +229,7 @@ def random_model_options(shape: Mapping[str, int]) -> Namespace:
 
 
 def random_model(dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> TransformerLanguageModel:
-    """A model of a dense language model's kind with fairseq's random initialisation."""
+    """A dense language model with fairseq's random initialisation."""
     return build_model(language_model_config({"args": random_model_options(shape)}, "random"), dictionary, seed)
 
 

@@ -29,14 +29,14 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fairseq_icl.compat.models import replaced_linear
+from fairseq_icl.compat.models import replaced, replaced_linear
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import (
     LINEARIZED_MARK,
     PretrainedLM,
     Result,
     call_with_weights,
-    check_trained_weights,
+    put_trained_weights,
 )
 
 _linear = functional.linear
@@ -115,13 +115,16 @@ class LinearizedLM(PretrainedLM):
 
     def forward(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Linearized logits (batch, tokens, vocabulary), with the linearized rest of what the decoder returns."""
-        self._refuse_cache(kwargs)
-        return self.evaluate(lambda: self.decoder(src_tokens, **kwargs))
+        return self._run(self.decoder, src_tokens, **kwargs)
 
     def extract_features(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Linearized features (batch, tokens, width), with the linearized rest of what the decoder returns."""
-        self._refuse_cache(kwargs)
-        return self.evaluate(lambda: self.decoder.extract_features(src_tokens, **kwargs))
+        return self._run(self.decoder.extract_features, src_tokens, **kwargs)
+
+    def _run(self, function: Callable[..., Result], src_tokens: Tensor, **kwargs: Any) -> Result:
+        if kwargs.get("incremental_state") is not None and not self._in_pass:
+            raise RuntimeError("a linearized model keeps no incremental state between calls: it runs each call twice")
+        return self.evaluate(lambda: function(src_tokens, **kwargs))
 
     @property
     def trained_names(self) -> list[str]:
@@ -145,17 +148,14 @@ class LinearizedLM(PretrainedLM):
         if LINEARIZED_MARK not in state_dict:
             raise UserError("the checkpoint was trained without --linearize; load it without --linearize")
         own = self._deltas()
-        deltas = {name: delta for name, delta in state_dict.items() if name != LINEARIZED_MARK}
+        zeros = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in own.items()}  # take no memory
+        deltas = zeros | state_dict
+        del deltas[LINEARIZED_MARK]
         for name in deltas:
             if name not in own:
                 raise UserError(f"the checkpoint trained {name}, this model does not; use its --train-parameters")
-        check_trained_weights(deltas, own)
-        self.forget()
-        with torch.no_grad():
-            for name, delta in deltas.items():
-                own[name].copy_(delta)
-        # No copy of the base is needed: at a delta of zero the expansion is the pretrained model itself.
-        self.base_state = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in own.items()}
+        put_trained_weights(deltas, own)
+        self.base_state = zeros  # where the expansion is the pretrained model itself
 
     def _tangents(self, function: Callable[[], Any], deltas: Mapping[str, Tensor]) -> list[Tensor | None]:
         """J delta of each leaf that `function` returns; None for a leaf that does not depend on the deltas."""
@@ -172,26 +172,19 @@ class LinearizedLM(PretrainedLM):
                     f"--linearize: no forward derivative with respect to {', '.join(kinds)} ({reason}); "
                     "train other parameters (--train-parameters) or leave out --linearize"
                 ) from error
-            real = [leaf if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in leaves]
-            return [None if leaf is None else forward_ad.unpack_dual(leaf).tangent for leaf in real]
+            real = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+            return [forward_ad.unpack_dual(leaf).tangent if is_real else None for leaf, is_real in zip(leaves, real)]
 
     def _pass(self, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
         """Run `function` with these tensors in the places of the deltas."""
-        self._in_pass = True
-        try:
+        with replaced(self, _in_pass=True):
             return call_with_weights(self, weights, function)
-        finally:
-            self._in_pass = False
 
     def _deltas(self) -> dict[str, Tensor]:
         return {name: self.get_parameter(name) for name in self._names}
 
     def _base_of(self, name: str) -> Tensor:
         return self.get_buffer(f"{name}_base")
-
-    def _refuse_cache(self, kwargs: Mapping[str, Any]) -> None:
-        if kwargs.get("incremental_state") is not None and not self._in_pass:
-            raise RuntimeError("a linearized model keeps no incremental state between calls: it runs each call twice")
 
     def _check_in_pass(self, module: nn.Module, inputs: Any) -> None:
         if not self._in_pass:

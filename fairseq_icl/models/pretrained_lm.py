@@ -72,15 +72,12 @@ class PretrainedLM(FairseqLanguageModel):
     @classmethod
     def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
         """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
-        init, dtype = settings.init, DTYPES[settings.precision]
-        decoder = load_decoder(
-            source, dictionary, init=init, final_norm=settings.final_norm, seed=settings.seed, dtype=dtype
-        ).to(dtype)
+        dtype, chosen = DTYPES[settings.precision], {"init": settings.init, "final_norm": settings.final_norm}
+        decoder = load_decoder(source, dictionary, seed=settings.seed, dtype=dtype, **chosen).to(dtype)
         for name, parameter in decoder.named_parameters():
-            if dtype != torch.float32 and not bool(parameter.isfinite().all()):
-                raise UserError(
-                    f"precision={settings.precision}: {name} has weights too large for it; use precision=bf16 or fp32"
-                )
+            if dtype != torch.float32 and not is_finite(parameter):
+                said = f"precision={settings.precision}: {name} has weights too large for it"
+                raise UserError(f"{said}; use precision=bf16 or fp32")
         perturb(decoder, settings.perturbation)  # after rounding, which would undo it
         if settings.attention == "linear":
             set_rule(decoder, replace(rule_of(decoder.layers[0].self_attn), linear=True))
@@ -118,8 +115,7 @@ class PretrainedLM(FairseqLanguageModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """What was trained, and nothing else: the rest is in the base checkpoint, to which the task refers."""
-        state = super().state_dict(*args, **kwargs)
-        trained = set(self.trained_names)
+        state, trained = super().state_dict(*args, **kwargs), set(self.trained_names)
         return {name: tensor for name, tensor in state.items() if name in trained}
 
     def load_state_dict(
@@ -129,27 +125,26 @@ class PretrainedLM(FairseqLanguageModel):
         parameters = dict(self.named_parameters())
         if LINEARIZED_MARK in state_dict:
             raise UserError("the checkpoint is of a linearized model: add --linearize")
-        check_trained_weights(state_dict, parameters)
-        self.base_state = {name: parameters[name].detach().clone() for name in state_dict}
-        with torch.no_grad():
-            for name, tensor in state_dict.items():
-                parameters[name].copy_(tensor)
+        before = {name: parameters[name].detach().clone() for name in state_dict if name in parameters}
+        put_trained_weights(state_dict, parameters)
+        self.base_state = before
 
 
-def check_trained_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse fine-tuned weights that are not tensors of the base model's names and shapes, or not finite."""
+@torch.no_grad()
+def put_trained_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Put fine-tuned weights into their places, if they are of the base model's names and shapes, and finite."""
     for name, tensor in weights.items():
         if name not in parameters:
             raise UserError(f"the checkpoint trained {name}, which the base model does not have")
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise UserError(f"{name} is no tensor of weights in the checkpoint: it is damaged or was altered")
         if tensor.shape != parameters[name].shape:
-            raise UserError(
-                f"{name} has the shape {tuple(tensor.shape)} in the checkpoint and {tuple(parameters[name].shape)} in "
-                "the base model: it was trained from another model"
-            )
-        if not bool(tensor.isfinite().all()):
+            shapes = f"{tuple(tensor.shape)} in the checkpoint and {tuple(parameters[name].shape)} in the base model"
+            raise UserError(f"{name} has the shape {shapes}: it was trained from another model")
+        if not is_finite(tensor):
             raise UserError(f"{name} holds NaN or infinite values in the checkpoint: train again with a lower --lr")
+    for name, tensor in weights.items():
+        parameters[name].copy_(tensor)
 
 
 def load_decoder(

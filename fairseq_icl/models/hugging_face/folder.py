@@ -79,16 +79,11 @@ class HFModel:
     def writing(self) -> Writing:
         """How the model wants its text written. Line breaks stay what they are unless it never saw any."""
         encode = lru_cache(maxsize=4096)(lambda text: tuple(self.encode_line(text)))
-        eos = self.dictionary.eos()
+        eos, newline = self.dictionary.eos(), self.vocabulary.newline
+        unknown = self.dictionary.unk() if self.dictionary.unk_word in UNKNOWN_WORDS else None
+        line_break = (eos,) if self.family in TRAINED_WITH_EOS else None
         return Writing(
-            encode=lambda text: list(encode(text)),
-            max_positions=self.positions,
-            bos=self.bos,
-            separator=self.separator,
-            line_break=(eos,) if self.family in TRAINED_WITH_EOS else None,
-            unknown=self.dictionary.unk() if self.dictionary.unk_word in UNKNOWN_WORDS else None,
-            eos=eos,
-            newline=self.vocabulary.newline,
+            lambda text: list(encode(text)), self.positions, self.bos, self.separator, line_break, unknown, eos, newline
         )
 
     def decode(self, ids: Iterable[int]) -> str:

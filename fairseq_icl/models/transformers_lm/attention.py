@@ -26,7 +26,6 @@ class FamilySeam(Seam):
     """The seam of an attention module of transformers, with what the module does not say when it asks."""
 
     def __init__(self, scaling: float, window: int | None) -> None:
-        super().__init__()
         self.scaling, self.window, self.rule = scaling, window, ORDINARY
 
 
