@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     names = arguments.names or (dataset_names() if arguments.all else paper_datasets())
     specs = [find_spec(name, arguments.to) for name in names]
     if arguments.by_hand:
-        lines = [(str(place), url) for spec in specs for _, url, place in places(spec, arguments.to)]
+        lines = [(str(place), url) for spec in specs for url, place in places(spec, arguments.to).values()]
         print(text_table([("put it at", "download"), *lines]))
         return 0
     for spec in specs:

@@ -24,10 +24,9 @@ CHECKPOINT_CLASSES: list[Any] = [
     *(getattr(nodes, name) for name in dir(nodes) if name.endswith("Node")),
     *(collections.defaultdict, dict, list, int),
 ]
-"""What `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, hold besides tensors.
+"""What `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, hold besides tensors and plain containers.
 
-torch >= 2.6 unpickles tensors and plain containers only. These classes hold data and run nothing when they are
-rebuilt; anything else in a checkpoint stays refused.
+These classes hold data and run nothing when they are rebuilt; anything else in a checkpoint stays refused.
 """
 
 
@@ -38,15 +37,12 @@ def checkpoint_classes_allowed() -> Any:
 
 
 def resume_tasks() -> None:
-    """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it.
-
-    Only tasks that say so (`resumes`) get theirs: others were not written for it.
-    """
+    """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it."""
     load = Trainer.load_checkpoint
 
     def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         extra_state = load(self, filename, *args, **kwargs)
-        if getattr(self.task, "resumes", False) and self.get_num_updates() > 0:
+        if getattr(self.task, "resumes", False) and self.get_num_updates() > 0:  # others were not written for it
             self.task.load_state_dict(checkpoint_utils.load_checkpoint_to_cpu(filename).get("task_state", {}))
         return extra_state
 
@@ -98,10 +94,8 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def without_initialisation() -> AbstractContextManager[None]:
-    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B.
-
-    fairseq's modules initialise themselves when they are made, and torch's own `skip_init` reaches single modules only.
-    """
+    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B."""
+    # fairseq's modules initialise themselves when they are made; torch's own `skip_init` reaches single modules only.
     names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
     return replaced(nn.init, **dict.fromkeys(names, lambda tensor, *args, **kwargs: tensor))
 

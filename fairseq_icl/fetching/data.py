@@ -6,7 +6,6 @@ else by the hub's own, and by the rows that the papers used, where they are know
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -33,13 +32,13 @@ def data_cache() -> Path:
     return Path(os.environ.get("FAIRSEQ_ICL_CACHE") or usual) / "data"
 
 
-def places(spec: DatasetSpec, folder: Path) -> Iterator[tuple[Split, str, Path]]:
-    """(split, address, place) of each of a dataset's two files."""
-    hub = _hub(spec)
+def places(spec: DatasetSpec, folder: Path) -> dict[Split, tuple[str, Path]]:
+    """(address, place) of each of a dataset's two files."""
+    hub, found = _hub(spec), {}
     for split in SPLITS:
-        path = hub.files[split]
-        url = address("dataset", hub.repo, hub.revision, path)
-        yield split, url, folder / spec.name / f"{split}{Path(path).suffix}"
+        url = address("dataset", hub.repo, hub.revision, hub.files[split])
+        found[split] = (url, folder / spec.name / f"{split}{Path(hub.files[split]).suffix}")
+    return found
 
 
 def _hub(spec: DatasetSpec) -> Hub:
@@ -49,11 +48,8 @@ def _hub(spec: DatasetSpec) -> Hub:
 
 
 def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, quiet: bool = False) -> list[str]:
-    """Bring what is missing of a dataset; returns a line about each split.
-
-    `any_rows`: rows that are not those of the papers are put into place all the same.
-    """
-    wanted = {split: (url, place) for split, url, place in places(spec, folder)}
+    """Bring what is missing of a dataset, with `any_rows` also other rows than the papers'; a line about each split."""
+    wanted = places(spec, folder)
     unfinished = folder / UNFINISHED / spec.name
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +58,8 @@ def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, qu
             if missing:
                 _fetch(spec, folder, missing, any_rows=any_rows, quiet=quiet)
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({reason_of(error)}); {remedy_for(error)} folder (--to)"
-        ) from error
+        reason, remedy = reason_of(error), remedy_for(error)
+        raise UserError(f"{folder}: cannot be written ({reason}); {remedy} folder (--to)") from error
     lines = []
     for split in SPLITS:
         rows, state = read_split(folder, spec, split), "fetched" if split in missing else "there"

@@ -47,13 +47,8 @@ def download(
 ) -> None:
     """Bring `url` to `path`, going on where an earlier call was cut off.
 
-    Args:
-        url: The address.
-        path: Where it goes.
-        size: Bytes, where they are known beforehand.
-        checksum: sha256, or `git:` and git's hash; what arrives with another one is thrown away and reported.
-        headers: Sent to this address alone, not to where it may redirect.
-        quiet: No progress bar.
+    What arrives with another `checksum` (sha256, or `git:` and git's hash) is thrown away and reported. `headers` are
+    sent to this address alone, not to where it may redirect.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"{url}: not an address; it must begin with https:// or http://")

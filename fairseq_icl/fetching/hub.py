@@ -60,10 +60,7 @@ def address(kind: Kind, name: str, revision: str, path: str) -> str:
 
 
 def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -> Repository:
-    """What the hub has under this name at a revision (branch, tag or commit).
-
-    `by_hand` ends the message if the hub cannot be reached: how to do without.
-    """
+    """What the hub has at a revision (branch, tag, commit); `by_hand` says how to do without, if it cannot be asked."""
     library = _library()
     with _one_line(name, revision, by_hand):
         found = library.HfApi(endpoint()).repo_info(

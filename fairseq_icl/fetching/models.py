@@ -1,7 +1,4 @@
-"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published.
-
-Of an archive regular files are unpacked, and none outside of the folder.
-"""
+"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published."""
 
 import gzip
 import re
@@ -55,10 +52,7 @@ def fetch_hub_model(name: str, folder: Path, *, quiet: bool = False) -> str:
 
 
 def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
-    """The folder of a model of the hub in the hub's own cache, fetched if it is not there.
-
-    Without network a copy in the cache is used as it is.
-    """
+    """The folder of a model of the hub in the hub's own cache: fetched, or without network a copy that is there."""
     repository_name, revision = split_name(name)
     by_hand = _by_hand(name, "a folder", " and give model=THE_FOLDER")
     try:
@@ -81,10 +75,7 @@ def _by_hand(name: str, folder: str, use: str = "") -> str:
 
 
 def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False) -> str:
-    """Bring and unpack the archive of a model of config/model, and the files it lacks; returns a line about it.
-
-    `model`: the keys `archive` (its address) and `beside` (name -> url and sha256 of further files).
-    """
+    """Bring and unpack the archive of a model of config/model, and what belongs beside it; returns a line about it."""
     place = folder / CHECKPOINT
     line = f"{place}: there already"
     if not place.is_file():
@@ -101,10 +92,7 @@ def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False
 
 
 def unpack_model(archive: Path, folder: Path) -> None:
-    """Put the files of the model in a .tar.gz into `folder`: those beside its model.pt, without folders around it.
-
-    Links, devices and paths that lead out are refused, and then nothing of the archive is kept.
-    """
+    """Put the files of the model in a .tar.gz into `folder`: those beside its model.pt, without folders around it."""
     unfinished = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,15 +107,15 @@ def unpack_model(archive: Path, folder: Path) -> None:
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{archive}: not a whole .tar.gz ({error}); remove it and fetch it again") from error
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({reason_of(error)}); {remedy_for(error)} folder (--to)"
-        ) from error
+        reason, remedy = reason_of(error), remedy_for(error)
+        raise UserError(f"{folder}: cannot be written ({reason}); {remedy} folder (--to)") from error
     finally:
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _unpack(archive: Path, folder: Path) -> None:
+    """Refuse links, devices and paths that lead out, and then the whole archive."""
     with tarfile.open(archive, "r:*") as tar:
         for member in tar:
             path = PurePosixPath(member.name)

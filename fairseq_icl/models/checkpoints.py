@@ -34,17 +34,14 @@ def is_hugging_face(path: str | Path) -> bool:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a fairseq checkpoint; tensors stay on disk (memory-mapped) until they are used.
-
-    Only tensors and the classes allowed in `compat` are unpickled: a checkpoint is foreign data.
-    """
+    """The content of a fairseq checkpoint; tensors stay on disk (memory-mapped) until they are used."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; check --pretrained, --base-model or --path")
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the checkpoint is empty; download or copy it again")
     try:
-        with checkpoint_classes_allowed():
+        with checkpoint_classes_allowed():  # and nothing else: a checkpoint is foreign data
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
     except pickle.UnpicklingError as error:
         text = " ".join(str(error).split())
@@ -110,10 +107,7 @@ def saved_model_options(state: dict[str, Any], path: str | Path) -> dict[str, An
 
 
 def language_model_config(state: dict[str, Any], path: str | Path) -> TransformerLanguageModelConfig:
-    """fairseq's `transformer_lm` configuration for the checkpoint; options unknown to it are left aside.
-
-    Dropout is off: the authors fine-tune without it, whatever the model was pretrained with (docs/protocol.md).
-    """
+    """fairseq's `transformer_lm` configuration for the checkpoint; options unknown to it are left aside."""
     config = TransformerLanguageModelConfig()
     options = saved_model_options(state, path)
     if "decoder_embed_dim" not in options:
@@ -126,7 +120,7 @@ def language_model_config(state: dict[str, Any], path: str | Path) -> Transforme
     for name in ("add_bos_token", "tpu", "checkpoint_activations"):
         setattr(config, name, False)
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop"):
-        setattr(config, name, 0.0)
+        setattr(config, name, 0.0)  # the authors fine-tune without, whatever pretraining had (docs/protocol.md)
     config.tokens_per_sample = options.get("tokens_per_sample") or 2048
     config.max_target_positions = options.get("max_target_positions") or config.tokens_per_sample
     for name in POSITIONS:
@@ -182,10 +176,7 @@ def _checked(name: str, value: Any, default: Any, path: str | Path) -> Any:
 
 
 def _check_sizes(config: TransformerLanguageModelConfig, weights: Any, path: str | Path) -> None:
-    """Every size is a whole number that a model can have, and layers and width are those of the weights in the file.
-
-    So nothing larger than the file is ever made in memory.
-    """
+    """Every size is one that a model can have and the weights in the file do have: nothing larger is ever made."""
     for name, high in SIZES.items():
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= high:

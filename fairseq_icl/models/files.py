@@ -1,7 +1,4 @@
-"""A model as files: a fairseq checkpoint with dictionary and tokenizer, or a Hugging Face folder.
-
-Also checkpoints of random weights, to stand in for one.
-"""
+"""A model as files: a fairseq checkpoint, also of random weights, with dictionary and tokenizer, or a HF folder."""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -160,13 +157,10 @@ def find_tokenizer(folder: Path) -> str:
 
 
 def line_encoder(dictionary: Dictionary, bpe: Any | None) -> Encode:
-    """line -> ids of its pieces in the dictionary, without EOS; without `bpe` the pieces are its words.
-
-    `bpe` is what fairseq's `build_bpe` returns. Lines that recur (label words, shared inputs) are encoded once.
-    """
+    """line -> ids of its pieces, by what `load_bpe` returns, in the dictionary, without EOS."""
     _check_match(dictionary, bpe)
 
-    @lru_cache(maxsize=4096)
+    @lru_cache(maxsize=4096)  # label words and shared inputs recur
     def encode(line: str) -> tuple[int, ...]:
         pieces = line if bpe is None else bpe.encode(line)
         return tuple(dictionary.index(piece) for piece in tokenize_line(pieces))

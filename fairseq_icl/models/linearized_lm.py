@@ -172,8 +172,8 @@ class LinearizedLM(PretrainedLM):
                     f"--linearize: no forward derivative with respect to {', '.join(kinds)} ({reason}); "
                     "train other parameters (--train-parameters) or leave out --linearize"
                 ) from error
-            real = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
-            return [forward_ad.unpack_dual(leaf).tangent if is_real else None for leaf, is_real in zip(leaves, real)]
+            real = [leaf if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in leaves]
+            return [None if leaf is None else forward_ad.unpack_dual(leaf).tangent for leaf in real]
 
     def _pass(self, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
         """Run `function` with these tensors in the places of the deltas."""

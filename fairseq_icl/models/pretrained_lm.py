@@ -89,10 +89,7 @@ class PretrainedLM(FairseqLanguageModel):
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def evaluate(self, function: Callable[[], Result], weights: Mapping[str, Tensor] | None = None) -> Result:
-        """What `function`, which runs the decoder, computes; with `weights`, under those in place of its own.
-
-        The linearized model overrides this: whatever is observed is computed through it.
-        """
+        """What `function`, which runs the decoder, computes; with `weights`, under those in place of its own."""
         return function() if weights is None else call_with_weights(self, weights, function)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PretrainedLM":

@@ -32,8 +32,7 @@ class StateEdit:
     def attention(self, layer: int, output: Tensor, received: Tensor, state: Tensor) -> Tensor:
         """The attention's output, (R, d), instead of `output`.
 
-        `received` (R, d) is what the attention got, after the layer norm where the model has one there; `state` (R, d)
-        is what the layer got, to which its output is added.
+        `received` (R, d) is what the attention got; `state` (R, d) what the layer got, to which the output is added.
         """
         return output
 
@@ -49,10 +48,7 @@ class StateEdit:
 
 @contextmanager
 def edited(decoder: Any, edit: StateEdit | None, sequence: Tensor, position: Tensor) -> Iterator[None]:
-    """While open, passes of the decoder run with the edit at R tokens: number `position[r]` of `sequence[r]`.
-
-    Hooks that are to see edited states have to be registered inside.
-    """
+    """While open, passes of the decoder, and hooks set inside, see the edit at token `position[r]` of `sequence[r]`."""
     if edit is None:
         yield
         return

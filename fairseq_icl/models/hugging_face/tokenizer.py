@@ -15,6 +15,7 @@ from fairseq.data import Dictionary
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.prompts import Encode
 
 BYTES_IN_NO_TEXT = (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
 """Bytes that UTF-8 never uses."""
@@ -30,19 +31,17 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("sentence
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Text <-> rows of the embedding matrix of one model.
-
-    `encode_text` and `decode_text` work on the tokenizer's own ids, of which row i is number `order[i]`.
-    """
+    """Text <-> rows of the embedding matrix of one model."""
 
     dictionary: Dictionary
     separator: tuple[int, ...]
     """Rows of what stands between two demonstrations: EOS, or the tokens of a line break."""
     newline: tuple[int, ...]
     """Rows of a line break; empty if the tokenizer has none."""
-    encode_text: Callable[[str], list[int]]
+    encode_text: Encode
     decode_text: Callable[[list[int]], str]
     order: Sequence[int]
+    """Row -> id in the tokenizer, whose own ids the two functions work on."""
     row_of: Mapping[int, int]
     known: frozenset[int]
 
@@ -64,10 +63,7 @@ class Vocabulary:
 def read_vocabulary(
     folder: Path, family: str, num_rows: int, bos: int, eos: int, pad: int | None, separator_is_eos: bool
 ) -> Vocabulary:
-    """The vocabulary of the model in `folder` with `num_rows` embeddings.
-
-    `bos`, `eos` and `pad` are the tokenizer's ids in config.json; `family` decides where special rows are.
-    """
+    """The vocabulary of a model with `num_rows` embeddings; `bos`, `eos` and `pad` are the ids in config.json."""
     encode_text, decode_text, tokens, special = _load(folder, family)
     if max(tokens, default=-1) >= num_rows or len(tokens) < KNOWN_SHARE * num_rows:  # every text would be nonsense
         raise UserError(
@@ -116,7 +112,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     )
 
 
-Loaded = tuple[Callable[[str], list[int]], Callable[[list[int]], str], dict[int, str], list[int]]
+Loaded = tuple[Encode, Callable[[list[int]], str], dict[int, str], list[int]]
 """Text -> ids, ids -> text, all tokens by id, and the ids of special ones, which no text becomes."""
 
 
@@ -178,13 +174,7 @@ def _load_sentencepiece(path: Path, family: str) -> Loaded:
 
 
 def _spare_rows(
-    folder: Path,
-    tokens: dict[int, str],
-    num_rows: int,
-    encode: Callable[[str], list[int]],
-    used: set[int],
-    pad: int | None,
-    special: list[int],
+    folder: Path, tokens: dict[int, str], rows: int, encode: Encode, used: set[int], pad: int | None, special: list[int]
 ) -> tuple[int, int]:
     """Two rows for padding and unknown words that no prompt contains.
 
@@ -196,9 +186,9 @@ def _spare_rows(
     names = [name for byte in BYTES_IN_NO_TEXT for name in (chr(byte), f"<0x{byte:02X}>")]
     # A name that is no byte but an ordinary word of this tokenizer comes back from encoding it.
     bytes_in_no_text = [ids[name] for name in names if name in ids and ids[name] not in encode(name)]
-    without_token = [row for row in range(num_rows) if row not in tokens]
+    without_token = [row for row in range(rows) if row not in tokens]
     unreachable = [number for number in sorted(special, reverse=True) if number not in encode(tokens[number])]
-    own_pad = [pad] if pad is not None and pad < num_rows else []
+    own_pad = [pad] if pad is not None and pad < rows else []
     spare = [number for number in [*own_pad, *bytes_in_no_text, *without_token, *unreachable] if number not in used]
     if len(spare) < 2:
         raise UserError(

@@ -73,10 +73,7 @@ def is_finite(weights: Tensor) -> bool:
 
 @torch.no_grad()
 def load_weights(decoder: TransformerDecoder, model: HFModel, keep: Keep) -> None:
-    """Copy the weights of XGLM's folder that `keep` accepts into `decoder`.
-
-    A tensor that is unknown, missing, of the wrong shape or not finite is a UserError.
-    """
+    """Copy the weights of XGLM's folder that `keep` accepts into `decoder`, and insist on completeness."""
     # With tied matrices this has one name for both, the embedding's.
     missing = {name: parameter for name, parameter in decoder.named_parameters() if keep(name)}
     for name, tensor, file in _tensors(model, keep):

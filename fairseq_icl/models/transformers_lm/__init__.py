@@ -18,7 +18,7 @@ from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face.weights import MASKS, is_finite
 from fairseq_icl.models.transformers_lm.attention import NAME, attention_function, mask_function
 from fairseq_icl.models.transformers_lm.decoder import TransformersDecoder
-from fairseq_icl.models.transformers_lm.examination import agree, examine, first_tokens, linear_of, positions_of
+from fairseq_icl.models.transformers_lm.examination import agree, examine, linear_of, positions_of
 
 __all__ = ["TransformersDecoder", "adapted", "import_transformers", "load_folder", "positions_of", "read_config"]
 
@@ -90,12 +90,11 @@ def adapted(model: Any, dictionary: Dictionary, name: str) -> TransformersDecode
             if type(child).__name__ == "Conv1D":  # GPT-2's, which stores (inputs, outputs)
                 owner._modules[part] = linear_of(child.weight.detach().t().contiguous(), child.bias.detach())
     model.set_experts_implementation("eager")  # others have no forward derivative; ignored where there are no experts
-    tokens = first_tokens(model.config.get_text_config().vocab_size)
+    anatomy = examine(model, name)
+    decoder = TransformersDecoder(model, dictionary, anatomy)
     with torch.no_grad():
-        expected = model(tokens, use_cache=False).logits
-        decoder = TransformersDecoder(model, dictionary, examine(model, name))
-        found = decoder(tokens)[0]
-    if not agree(found, expected):
+        found = decoder(anatomy.tokens)[0]
+    if not agree(found, anatomy.logits):
         raise UserError(f"{name}: the model runs otherwise here than in transformers; use a model of another family")
     return decoder
 
@@ -123,12 +122,10 @@ def _pretrained(folder: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _forget(decoder: TransformersDecoder, model: Any, init: str, seed: int) -> None:
-    """Draw all weights anew by the family's own rule, but those of norms (queries' and keys' aside) and as `init` says.
-
-    A norm is a module whose own parameters are vectors.
-    """
+    """Draw weights anew by the family's own rule, but those of norms (queries' and keys' aside) and as `init` says."""
     kept = {"layer_norm"} | ({"embed_tokens", "output_projection", "body"} if init == "trained-embeddings" else set())
     for name, module in decoder.layers.named_modules(prefix="layers"):
+        # A norm is a module whose own parameters are vectors.
         if ".self_attn." not in name and {parameter.dim() for parameter in module.parameters(recurse=False)} == {1}:
             kept.add(name)
     with torch.random.fork_rng(devices=[]):

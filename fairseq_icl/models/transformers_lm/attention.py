@@ -104,10 +104,7 @@ def mask_function(*_: Any, mask_function: Callable[..., Any], config: Any = None
 
 
 def window_of(mask: Callable[..., Any], longest: int) -> int | None:
-    """The window that a mask of transformers stands for, in prompts of `longest` tokens; None: all before a token.
-
-    A ValueError if it says anything else than: i sees j if j <= i and i - j < window.
-    """
+    """The window of a mask by which i sees j if j <= i and i - j < window; None: all before; any other: ValueError."""
 
     def seen(rows: Tensor) -> Tensor:  # (rows, longest)
         zero, columns = torch.zeros((), dtype=torch.long), torch.arange(longest)[None]

@@ -179,11 +179,7 @@ class CappedHead(nn.Module):
 
 
 class TransformersDecoder(FairseqDecoder):
-    """A decoder of transformers; attributes are named as in fairseq's `TransformerDecoder`.
-
-    `dictionary` has one symbol per row of the embedding matrix; its padding symbol may only fill up sequences on the
-    right, where causal attention does not see it.
-    """
+    """A decoder of transformers; attributes are named as in fairseq's `TransformerDecoder`."""
 
     def __init__(self, model: Any, dictionary: Dictionary, anatomy: Anatomy) -> None:
         super().__init__(dictionary)
@@ -231,7 +227,7 @@ class TransformersDecoder(FairseqDecoder):
             raise NotImplementedError("a decoder of transformers keeps no incremental state here")
         tokens = prev_output_tokens
         if tokens.size(1) > 1 and bool(tokens[:, 0].eq(self.padding_idx).any()):
-            raise ValueError("sequences must be filled up on the right, not on the left")
+            raise ValueError("sequences must be filled up on the right, not on the left")  # where no token sees it
         start = torch.as_tensor(self._start, device=tokens.device)
         positions = (start[..., None] + torch.arange(tokens.size(1), device=tokens.device)).expand(tokens.shape)
         features = self.body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state

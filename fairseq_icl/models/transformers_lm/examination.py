@@ -28,6 +28,10 @@ Place = tuple[nn.Module, str]
 class Anatomy:
     """Where the parts are that this package looks at."""
 
+    tokens: Tensor
+    """A few from all over the vocabulary, (1, 8)."""
+    logits: Tensor
+    """What the model makes of them, (1, 8, V)."""
     embedding: Place
     body: nn.Module
     """The module that runs the layers."""
@@ -65,15 +69,11 @@ def _watched(model: nn.Module) -> Iterator[Seen]:
         yield seen
 
 
-def first_tokens(vocabulary: int) -> Tensor:
-    """A few tokens from all over the vocabulary: (1, 8)"""
-    return torch.linspace(vocabulary // 3, vocabulary - 1, 8).long()[None]
-
-
 @torch.no_grad()
 def examine(model: Any, name: str) -> Anatomy:
     """The anatomy of a model whose attention is eager; `name` begins the messages. Fused matrices are separated."""
-    tokens = first_tokens(model.config.get_text_config().vocab_size).to(model.device)
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.linspace(vocabulary // 3, vocabulary - 1, 8).long()[None].to(model.device)
     logits = model(tokens, use_cache=False).logits
     model.set_attn_implementation(NAME)
     try:
@@ -93,6 +93,8 @@ def examine(model: Any, name: str) -> Anatomy:
     projection, state = _reader(body, seen, state) if norm is not None else (None, state)
     scale, cap = _head(model, state, logits, name)
     return Anatomy(
+        tokens=tokens,
+        logits=logits,
         embedding=place_of(model, model.get_input_embeddings()),
         body=body,
         layers=layers,
