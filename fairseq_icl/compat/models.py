@@ -30,12 +30,6 @@ These classes hold data and run nothing when they are rebuilt; anything else in 
 """
 
 
-def checkpoint_classes_allowed() -> Any:
-    """A context in which torch unpickles CHECKPOINT_CLASSES; torch's own forgets at its end what was allowed before."""
-    known = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known])
-
-
 def resume_tasks() -> None:
     """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it."""
     load = Trainer.load_checkpoint

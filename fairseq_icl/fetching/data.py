@@ -17,6 +17,7 @@ from fairseq_icl.files import reason_of, remedy_for, write_atomically
 from fairseq_icl.prompts.catalogue import DatasetSpec, Hub, dataset_names, load_spec
 from fairseq_icl.prompts.readers import SPLITS, Split, compare_rows, find_split, read_split
 
+Places = dict[Split, tuple[str, Path]]
 UNFINISHED = ".fetching"
 """Folder inside DATA for what is not in its place yet, and for what is remembered of what is."""
 
@@ -32,7 +33,7 @@ def data_cache() -> Path:
     return Path(os.environ.get("FAIRSEQ_ICL_CACHE") or usual) / "data"
 
 
-def places(spec: DatasetSpec, folder: Path) -> dict[Split, tuple[str, Path]]:
+def places(spec: DatasetSpec, folder: Path) -> Places:
     """(address, place) of each of a dataset's two files."""
     hub, found = _hub(spec), {}
     for split in SPLITS:
@@ -92,9 +93,7 @@ def _remembered(folder: Path, spec: DatasetSpec) -> dict[str, str]:
     return said if isinstance(said, dict) else {}
 
 
-def _fetch(
-    spec: DatasetSpec, folder: Path, wanted: dict[Split, tuple[str, Path]], *, any_rows: bool, quiet: bool
-) -> None:
+def _fetch(spec: DatasetSpec, folder: Path, wanted: Places, *, any_rows: bool, quiet: bool) -> None:
     hub, (url, place) = _hub(spec), next(iter(wanted.values()))
     by_hand = f"download {url} and put it at {place}; fairseq-icl fetch data {spec.name} --by-hand lists all files"
     repository = open_repository("dataset", hub.repo, hub.revision, by_hand)

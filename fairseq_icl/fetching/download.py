@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,8 +30,6 @@ ATTEMPTS = 5
 PAUSE = 0.5
 """Seconds before the second attempt; doubled before each further one."""
 TIMEOUT = 60.0
-RANGE_NOT_SATISFIABLE = 416
-TRY_AGAIN = (408, 429)
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
 GIT = "git:"
 """Before a checksum that is git's name for the content: what the hub knows of small files."""
@@ -107,9 +106,9 @@ def _bring(url: str, part: Path, about: Path, headers: dict[str, str], size: int
             problem = "the connection was closed too early"
         except urllib.error.HTTPError as error:
             problem = f"the server says {error.code} {error.reason}"
-            if error.code == RANGE_NOT_SATISFIABLE:
+            if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 about.unlink(missing_ok=True)  # more is here than there: from the start
-            elif error.code < 500 and error.code not in TRY_AGAIN:
+            elif error.code < 500 and error.code not in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
                 raise UserError(f"{url}: cannot be fetched ({problem}); check the address") from error
         except NETWORK_ERRORS as error:
             problem = network_reason(error)

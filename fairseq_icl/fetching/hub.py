@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.fetching.download import GIT, NETWORK_ERRORS, checksum_of, download, network_reason
+from fairseq_icl.fetching.download import GIT, checksum_of, download, network_reason
 from fairseq_icl.files import FULL, reason_of
 
 Kind = Literal["model", "dataset"]
@@ -61,25 +61,20 @@ def address(kind: Kind, name: str, revision: str, path: str) -> str:
 
 def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -> Repository:
     """What the hub has at a revision (branch, tag, commit); `by_hand` says how to do without, if it cannot be asked."""
-    library = _library()
+    ask = _library().HfApi(endpoint()).repo_info
     with _one_line(name, revision, by_hand):
-        found = library.HfApi(endpoint()).repo_info(
-            name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT
-        )
-    files = {}
-    for file in found.siblings or []:
-        checksum = file.lfs.sha256 if file.lfs else file.blob_id and GIT + file.blob_id
-        files[file.rfilename] = (file.size, checksum)
+        found = ask(name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT)
+    files = {
+        file.rfilename: (file.size, file.lfs.sha256 if file.lfs else file.blob_id and GIT + file.blob_id)
+        for file in found.siblings or []
+    }
     return Repository(kind, found.id, found.sha, files)
 
 
 def fetch_to_cache(
     repository: Repository, name: str, revision: str | None, paths: Sequence[str], by_hand: str, *, quiet: bool = False
 ) -> Path:
-    """The folder in the library's own cache that holds these files of the repository, fetched if they are not there.
-
-    The cache remembers what `name`, which may be an old one, and `revision` meant, for the next time without network.
-    """
+    """The folder in the library's own cache that holds these files of the repository, fetched if they are not there."""
     library = _library()
     if quiet:
         library.utils.disable_progress_bars()
@@ -89,6 +84,7 @@ def fetch_to_cache(
             place = Path(bring(name, path, revision=repository.commit))
         if not repository.has(path, place):
             raise UserError(f"{place}: damaged (its checksum is not the hub's); remove it and try again")
+    # So the cache knows next time, without network, what `name`, which may be an old one, and `revision` mean.
     with _one_line(repository.name, revision, by_hand):
         return Path(bring(name, paths[0], revision=revision)).parent
 
@@ -98,9 +94,8 @@ def _library() -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise UserError(
-            "the Hugging Face hub needs its library: pip install 'fairseq-icl[hub]' (or huggingface_hub)"
-        ) from error
+        remedy = "pip install 'fairseq-icl[hub]' (or huggingface_hub)"
+        raise UserError(f"the Hugging Face hub needs its library: {remedy}") from error
     return huggingface_hub
 
 
@@ -125,18 +120,12 @@ def _one_line(name: str, revision: str | None, by_hand: str) -> Iterator[None]:
                 raise UserError(f"{name}: {message}") from error
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError(f"{name}: its files cannot be kept ({reason_of(error)}); free some space") from error
-        if not _is_network(error):
+        fault: BaseException | None = error  # of a connection? The library's transport (httpx, ...) has its own kinds
+        while not (fault is None or isinstance(fault, OSError) or type(fault).__module__.startswith("http")):
+            fault = fault.__cause__
+        if fault is None:
             raise
         raise UserError(f"{endpoint()}: cannot be reached ({network_reason(error)[:200]}); {by_hand}") from error
-
-
-def _is_network(error: BaseException | None) -> bool:
-    """Whether a connection is at fault; the library's own transport (httpx, or its successor) raises its own kinds."""
-    while error is not None:
-        if isinstance(error, (*NETWORK_ERRORS, OSError)) or type(error).__module__.partition(".")[0].startswith("http"):
-            return True
-        error = error.__cause__
-    return False
 
 
 def cached_folder(name: str, revision: str | None, path: str) -> Path | None:

@@ -93,25 +93,21 @@ def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False
 
 def unpack_model(archive: Path, folder: Path) -> None:
     """Put the files of the model in a .tar.gz into `folder`: those beside its model.pt, without folders around it."""
-    unfinished = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=temporary_prefix(archive.name), dir=folder))
-        _unpack(archive, unfinished)
-        found = sorted(unfinished.rglob(CHECKPOINT))
-        if len(found) != 1:
-            raise UserError(f"{archive}: {len(found)} files named {CHECKPOINT} in it; not an archive of one model")
-        for file in sorted(found[0].parent.iterdir()):
-            if file.is_file():
+        prefix = temporary_prefix(archive.name)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as unfinished:
+            _unpack(archive, Path(unfinished))
+            found = sorted(Path(unfinished).rglob(CHECKPOINT))
+            if len(found) != 1:
+                raise UserError(f"{archive}: {len(found)} files named {CHECKPOINT} in it; not an archive of one model")
+            for file in filter(Path.is_file, sorted(found[0].parent.iterdir())):
                 file.replace(folder / file.name)
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{archive}: not a whole .tar.gz ({error}); remove it and fetch it again") from error
     except OSError as error:
         reason, remedy = reason_of(error), remedy_for(error)
         raise UserError(f"{folder}: cannot be written ({reason}); {remedy} folder (--to)") from error
-    finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _unpack(archive: Path, folder: Path) -> None:

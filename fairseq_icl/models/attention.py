@@ -7,18 +7,21 @@ sum_i softmax_i(q_t . k_i) v_i. A `Rule` changes this in one or both of two ways
     momentum     + sum_{i < t} eta^(t-i) v_i                 their momentum attention (the same, section 5.2)
 
 `set_rule` gives a decoder its rule: a pretrained one the setting `attention`, and the model `attention_lm`, which is
-fairseq's `transformer_lm` with this choice, the one it is trained with. Shapes: B sequences, H heads, T tokens, D the
-width of a head.
+fairseq's `transformer_lm` with this choice, to be trained from scratch, the one it is trained with. Shapes: B
+sequences, H heads, T tokens, D the width of a head.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import register_model
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
@@ -26,6 +29,7 @@ from fairseq_icl.errors import UserError
 
 KINDS = ("softmax", "momentum")
 """Rules of attention that a model may have been trained with."""
+MOMENTUM_HELP = "eta of --attention momentum, above 0 and below 1: sum over i < t of eta^(t-i) v_i is added"
 HIDDEN = -1e30
 """Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 
@@ -233,6 +237,30 @@ def set_rule(decoder: Any, rule: Rule) -> None:
             layer.self_attn = RuledAttention(layer.self_attn, rule)
         else:
             layer.self_attn.rule = rule
+
+
+@dataclass
+class AttentionLMConfig(TransformerLanguageModelConfig):
+    """`transformer_lm` and two options, which its checkpoints carry and whatever loads a model here follows."""
+
+    attention: ChoiceEnum(list(KINDS)) = field(  # type: ignore[valid-type]
+        default="softmax", metadata={"help": "softmax, or momentum: softmax and a decaying sum of the preceding values"}
+    )
+    # SGD's flag has the name --momentum too: hence another name in configurations and checkpoints.
+    attention_momentum: float = field(default=0.0, metadata={"help": MOMENTUM_HELP, "argparse_alias": "--momentum"})
+
+
+@register_model("attention_lm", dataclass=AttentionLMConfig)
+class AttentionLM(TransformerLanguageModel):
+    """fairseq's `transformer_lm`, its flags, initialisation and names of weights, under the rule of its options."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "AttentionLM":
+        """Called by fairseq for `--arch attention_lm --attention momentum --momentum 0.5`."""
+        rule = trained_rule({name: getattr(args, name) for name in ("attention", "attention_momentum")})
+        model: AttentionLM = super().build_model(args, task)
+        set_rule(model.decoder, rule)
+        return model
 
 
 @contextmanager

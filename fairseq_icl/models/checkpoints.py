@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from fairseq_icl.compat.models import checkpoint_classes_allowed, without_initialisation
+from fairseq_icl.compat.models import CHECKPOINT_CLASSES, without_initialisation
 from fairseq_icl.errors import UserError
 
 POSITIONS = ("max_target_positions", "tokens_per_sample")
@@ -41,8 +41,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the checkpoint is empty; download or copy it again")
     try:
-        with checkpoint_classes_allowed():  # and nothing else: a checkpoint is foreign data
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
+        known = torch.serialization.get_safe_globals()  # which torch forgets at the end of the context
+        with torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known]):
+            # Files older than torch 1.6 are not zip files and cannot be mapped.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         text = " ".join(str(error).split())
         offender = "asked for " + text.split("GLOBAL ")[1].split()[0] if "GLOBAL " in text else text[:100]
@@ -65,11 +67,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise UserError(f"{path}: {name[:80]} claims more values than the file holds; use the original file")
     return state
-
-
-def is_mapped(path: str | Path) -> bool:
-    """Whether tensors of a checkpoint stay on disk until they are used: those older than torch 1.6 are no zip files."""
-    return zipfile.is_zipfile(path)
 
 
 def base_reference(state: dict[str, Any]) -> dict[str, Any] | None:
@@ -134,9 +131,7 @@ def dense_options(shape: Mapping[str, int], positions: int) -> dict[str, Any]:
     """fairseq's options of a dense language model: pre-norm, gelu, sinusoidal positions, tied embeddings."""
     return {
         "decoder_layers": shape["layers"],
-        "decoder_embed_dim": shape["width"],
-        "decoder_input_dim": shape["width"],
-        "decoder_output_dim": shape["width"],
+        **dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), shape["width"]),
         "decoder_ffn_embed_dim": shape["ffn"],
         "decoder_attention_heads": shape["heads"],
         "decoder_normalize_before": True,

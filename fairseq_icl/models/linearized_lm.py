@@ -31,13 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fairseq_icl.compat.models import replaced, replaced_linear
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.pretrained_lm import (
-    LINEARIZED_MARK,
-    PretrainedLM,
-    Result,
-    call_with_weights,
-    put_trained_weights,
-)
+from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM, Result, call_with_weights, put_weights
 
 _linear = functional.linear
 
@@ -105,8 +99,8 @@ class LinearizedLM(PretrainedLM):
         moved = any(bool(delta.any()) for delta in deltas.values())
         # The tangents come first: at their peak of memory the graph of the value pass is not there yet.
         tangents = self._tangents(function, deltas) if moved else None
-        straight_through = {n: BaseWithGradientToDelta.apply(self._base_of(n), deltas[n]) for n in deltas}
-        values = self._pass(straight_through, function)
+        straight_through = BaseWithGradientToDelta.apply
+        values = self._pass({n: straight_through(self.get_buffer(f"{n}_base"), deltas[n]) for n in deltas}, function)
         if tangents is None:
             return values
         leaves, structure = tree_flatten(values)
@@ -131,12 +125,6 @@ class LinearizedLM(PretrainedLM):
         """Names of the deltas, which are those of the weights they are added to."""
         return list(self._names)
 
-    def forget(self) -> None:
-        """Undo fine-tuning: every delta is zero again."""
-        with torch.no_grad():
-            for delta in self._deltas().values():
-                delta.zero_()
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The deltas, and a mark that they are deltas."""
         return super().state_dict(*args, **kwargs) | {LINEARIZED_MARK: torch.ones(1)}
@@ -154,14 +142,14 @@ class LinearizedLM(PretrainedLM):
         for name in deltas:
             if name not in own:
                 raise UserError(f"the checkpoint trained {name}, this model does not; use its --train-parameters")
-        put_trained_weights(deltas, own)
+        put_weights(deltas, own)
         self.base_state = zeros  # where the expansion is the pretrained model itself
 
     def _tangents(self, function: Callable[[], Any], deltas: Mapping[str, Tensor]) -> list[Tensor | None]:
         """J delta of each leaf that `function` returns; None for a leaf that does not depend on the deltas."""
         # Inference mode would drop the tangents without a word. Of the attention kernels only MATH has forward AD.
         with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
-            duals = {name: forward_ad.make_dual(self._base_of(name), delta) for name, delta in deltas.items()}
+            duals = {name: forward_ad.make_dual(self.get_buffer(f"{name}_base"), deltas[name]) for name in deltas}
             try:
                 with replaced_linear(dual_linear):
                     leaves = tree_leaves(self._pass(duals, function))
@@ -182,9 +170,6 @@ class LinearizedLM(PretrainedLM):
 
     def _deltas(self) -> dict[str, Tensor]:
         return {name: self.get_parameter(name) for name in self._names}
-
-    def _base_of(self, name: str) -> Tensor:
-        return self.get_buffer(f"{name}_base")
 
     def _check_in_pass(self, module: nn.Module, inputs: Any) -> None:
         if not self._in_pass:

@@ -1,6 +1,7 @@
 """The model `pretrained_lm`: a decoder whose architecture and weights both come from files."""
 
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.attention import ORDINARY, rule_of, set_rule, trained_rule
-from fairseq_icl.models.checkpoints import (
-    build_model,
-    is_mapped,
-    language_model_config,
-    read_checkpoint,
-    saved_model_options,
-)
+from fairseq_icl.models.checkpoints import build_model, language_model_config, read_checkpoint, saved_model_options
 from fairseq_icl.models.hugging_face import HFModel
 from fairseq_icl.models.hugging_face.weights import Keep, check_files, is_finite, load_weights
 from fairseq_icl.models.transformers_lm import load_folder
@@ -123,12 +118,12 @@ class PretrainedLM(FairseqLanguageModel):
         if LINEARIZED_MARK in state_dict:
             raise UserError("the checkpoint is of a linearized model: add --linearize")
         before = {name: parameters[name].detach().clone() for name in state_dict if name in parameters}
-        put_trained_weights(state_dict, parameters)
+        put_weights(state_dict, parameters)
         self.base_state = before
 
 
 @torch.no_grad()
-def put_trained_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+def put_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
     """Put fine-tuned weights into their places, if they are of the base model's names and shapes, and finite."""
     for name, tensor in weights.items():
         if name not in parameters:
@@ -170,7 +165,7 @@ def load_decoder(
             )
         if path.fairseq_config is None:
             check_files(path.weight_files())
-            return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype)
+            return load_folder(path.folder, dictionary, init, final_norm, seed, dtype)
         load: Callable[..., None] = load_weights
         config, rule = path.fairseq_config, ORDINARY
     else:
@@ -238,7 +233,7 @@ def _load_weights(decoder: TransformerDecoder, path: str | Path, keep: Keep) -> 
         if not is_finite(place):
             raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
         read += tensor.nbytes
-        if read > MAPPED_BYTES and is_mapped(path):
+        if read > MAPPED_BYTES and zipfile.is_zipfile(path):
             del tensor
             read, source = 0, _renamed_weights(decoder, path)
 

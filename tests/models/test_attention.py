@@ -13,8 +13,7 @@ from torch import Tensor
 import fairseq_icl as fi
 from fairseq_icl import tasks  # noqa: F401 - changes fairseq's command line
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import ORDINARY, Rule, set_rule, trained_rule
-from fairseq_icl.models.attention_lm import AttentionLM, AttentionLMConfig
+from fairseq_icl.models.attention import ORDINARY, AttentionLM, AttentionLMConfig, Rule, set_rule, trained_rule
 from fairseq_icl.models.files import load_dictionary
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder

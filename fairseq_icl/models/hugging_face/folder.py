@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,12 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import sha256_of
 from fairseq_icl.models.checkpoints import dense_options, language_model_config
-from fairseq_icl.models.hugging_face.tokenizer import UNKNOWN_WORDS, Vocabulary, read_vocabulary, tokenizer_files
+from fairseq_icl.models.hugging_face import tokenizer
 from fairseq_icl.prompts import Writing
 
 CONFIG = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of unsharded weights, the preferred one first; NAME.index.json lists the shards of sharded ones."""
-TRAINED_WITH_EOS = ("dense", "xglm")
-"""Families whose training texts had no line breaks, but one EOS where a line ended."""
 FAIRSEQ_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate", "tanh": "tanh", "linear": "linear"}
 TRAINED_ON_EOS = ("opt",)
 """Families whose texts begin with EOS, whatever old files say."""
@@ -51,10 +50,9 @@ class HFModel:
     """Of a model that fairseq's own decoder runs, dropout off; None for one that transformers runs."""
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> tokenizer.Vocabulary:
         """Tokenizer and dictionary."""
-        rows, with_eos = self.shape["vocabulary"], self.family in TRAINED_WITH_EOS
-        return read_vocabulary(self.folder, self.family, rows, *self.tokens, separator_is_eos=with_eos)
+        return tokenizer.read_vocabulary(self.folder, self.family, self.shape["vocabulary"], *self.tokens)
 
     @property
     def dictionary(self) -> Dictionary:
@@ -72,23 +70,29 @@ class HFModel:
         return self.vocabulary.separator
 
     def encode_line(self, text: str) -> list[int]:
-        """Token ids of the text, without special tokens."""
-        return self.vocabulary.encode_line(text)
+        """Token ids of the text, without special ones; names of special tokens in it are read as plain text."""
+        return [self.vocabulary.row_of[token] for token in self.vocabulary.encode_text(text)]
 
     @cached_property
     def writing(self) -> Writing:
         """How the model wants its text written. Line breaks stay what they are unless it never saw any."""
         encode = lru_cache(maxsize=4096)(lambda text: tuple(self.encode_line(text)))
         eos, newline = self.dictionary.eos(), self.vocabulary.newline
-        unknown = self.dictionary.unk() if self.dictionary.unk_word in UNKNOWN_WORDS else None
-        line_break = (eos,) if self.family in TRAINED_WITH_EOS else None
+        unknown = self.dictionary.unk() if self.dictionary.unk_word in tokenizer.UNKNOWN_WORDS else None
+        line_break = (eos,) if self.family in tokenizer.TRAINED_WITH_EOS else None
         return Writing(
             lambda text: list(encode(text)), self.positions, self.bos, self.separator, line_break, unknown, eos, newline
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids."""
-        return self.vocabulary.decode(ids)
+        """The text of token ids; those without a token of the tokenizer are shown by their symbol."""
+        order, known, parts = self.vocabulary.order, self.vocabulary.known, []
+        for is_token, run in groupby(map(int, ids), key=lambda row: order[row] in known):
+            if is_token:
+                parts.append(self.vocabulary.decode_text([order[row] for row in run]))
+            else:
+                parts += [self.dictionary[row] for row in run]
+        return "".join(parts)
 
     def weight_files(self) -> list[Path]:
         """The file with the weights, or an index and its shards by name; a UserError if one is missing."""
@@ -104,7 +108,7 @@ class HFModel:
     def sha256(self) -> str:
         """Hash over config.json, the tokenizer's files, the index and all weights, in this order, with their names."""
         total = hashlib.sha256()
-        for path in (self.folder / CONFIG, *tokenizer_files(self.folder), *self.weight_files()):
+        for path in (self.folder / CONFIG, *tokenizer.tokenizer_files(self.folder), *self.weight_files()):
             total.update(f"{path.name} {sha256_of(path)}\n".encode())
         return total.hexdigest()
 

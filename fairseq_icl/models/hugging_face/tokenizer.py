@@ -6,9 +6,8 @@ symbols for padding and unknown words gets names for them from tokens that no te
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from fairseq.data import Dictionary
@@ -23,6 +22,8 @@ KNOWN_SHARE = 0.9
 """Share of the embedding rows that the tokenizer must have a token for; another model's has fewer, or too many."""
 GPT2_FAMILIES = ("gpt2", "opt", "dense")
 """Families whose vocab.json and merges.txt are GPT-2's byte-level BPE; others split text by rules of their own."""
+TRAINED_WITH_EOS = ("dense", "xglm")
+"""Families whose training texts had no line breaks, but one EOS where a line ended."""
 UNKNOWN_WORDS = ("<unk>", "[UNK]")
 FAIRSEQ_SPECIALS = {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("sentencepiece.bpe.model",))
@@ -45,24 +46,8 @@ class Vocabulary:
     row_of: Mapping[int, int]
     known: frozenset[int]
 
-    def encode_line(self, text: str) -> list[int]:
-        """Rows of the text's tokens, without special ones; names of special tokens in it are read as plain text."""
-        return [self.row_of[token] for token in self.encode_text(text)]
 
-    def decode(self, rows: Iterable[int]) -> str:
-        """The text of the rows; rows without a token of the tokenizer are shown by their symbol."""
-        parts = []
-        for is_token, run in groupby(map(int, rows), key=lambda row: self.order[row] in self.known):
-            if is_token:
-                parts.append(self.decode_text([self.order[row] for row in run]))
-            else:
-                parts += [self.dictionary[row] for row in run]
-        return "".join(parts)
-
-
-def read_vocabulary(
-    folder: Path, family: str, num_rows: int, bos: int, eos: int, pad: int | None, separator_is_eos: bool
-) -> Vocabulary:
+def read_vocabulary(folder: Path, family: str, num_rows: int, bos: int, eos: int, pad: int | None) -> Vocabulary:
     """The vocabulary of a model with `num_rows` embeddings; `bos`, `eos` and `pad` are the ids in config.json."""
     encode_text, decode_text, tokens, special = _load(folder, family)
     if max(tokens, default=-1) >= num_rows or len(tokens) < KNOWN_SHARE * num_rows:  # every text would be nonsense
@@ -78,7 +63,7 @@ def read_vocabulary(
     line_break = encode("\n")
     if len(line_break) > 1 and tokens.get(line_break[0]) == "▁":  # which stands at the beginning of a text only
         line_break = line_break[1:]
-    separator = [eos] if separator_is_eos else line_break
+    separator = [eos] if family in TRAINED_WITH_EOS else line_break
     if not separator:
         raise UserError(f"{folder}: the tokenizer has no token for a line break; use another tokenizer file")
     dictionary = Dictionary(add_special_symbols=False)
@@ -124,7 +109,7 @@ def _load(folder: Path, family: str) -> Loaded:
     if not is_whole and family not in GPT2_FAMILIES:
         raise UserError(f"{files[0]}: how {family} splits text is written in tokenizer.json only; copy that file too")
     try:
-        tokenizer = Tokenizer.from_file(str(files[0])) if is_whole else _gpt2_tokenizer(*files, family)
+        tokenizer = Tokenizer.from_file(str(files[0])) if is_whole else _gpt2_tokenizer(files[0], files[1], family)
     except Exception as error:  # the library raises bare Exceptions
         reason = " ".join(str(error).split())[:120]
         raise UserError(f"{files[0]}: not a tokenizer ({reason}); download it again") from error

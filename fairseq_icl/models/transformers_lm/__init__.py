@@ -32,9 +32,8 @@ def import_transformers(wanted_by: str | Path = "this") -> Any:
         import transformers
         import transformers.utils
     except ImportError as error:
-        raise UserError(
-            f"{wanted_by}: a model of this family needs transformers; pip install 'fairseq-icl[hf]'"
-        ) from error
+        remedy = "pip install 'fairseq-icl[hf]'"
+        raise UserError(f"{wanted_by}: a model of this family needs transformers; {remedy}") from error
     # Where fairseq's torchaudio is not made for the installed torch, transformers fails on it; no model needs it.
     transformers.utils.is_torchaudio_available = lambda: False
     transformers.utils.logging.disable_progress_bar()
@@ -53,13 +52,7 @@ def read_config(folder: Path) -> Any:
 
 
 def load_folder(
-    folder: Path,
-    dictionary: Dictionary,
-    init: str = "pretrained",
-    final_norm: str = "kept",
-    seed: int = 1,
-    *,
-    dtype: torch.dtype = torch.float32,
+    folder: Path, dictionary: Dictionary, init: str, final_norm: str, seed: int, dtype: torch.dtype
 ) -> TransformersDecoder:
     """The decoder in a folder; `init`, `final_norm` and `seed` as in `models.pretrained_lm.load_decoder`."""
     config = read_config(folder)

@@ -27,9 +27,8 @@ FEED_FORWARD = (("up_proj", "down_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "den
 
 def moved(parent: nn.Module, name: str) -> nn.Module:
     """The child of this name, from now on a plain attribute of `parent`, which somebody else has to register."""
-    child = parent._modules.pop(name)
-    assert child is not None
-    parent.__dict__[name] = child
+    child = parent.__dict__[name] = parent.get_submodule(name)
+    del parent._modules[name]
     return child
 
 
@@ -48,10 +47,7 @@ class Turned(nn.Module):
         return (output, *(others or (None,) * self.others)) if self.others else output
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["inner"].block, name)
+        return getattr(self.__dict__["inner"].block, name)  # what transformers asks its own module for
 
 
 class Block(nn.Module):
@@ -134,7 +130,7 @@ class Layer(Block):
         whole = block._modules.get(anatomy.feed_forward or "")
         if whole is not None:
             self.__dict__["feed_forward"] = ([whole], whole)
-        for owner in (block,) if whole is None else (whole, block):
+        for owner in filter(None, (whole, block)):
             for first, last in FEED_FORWARD:
                 if isinstance(getattr(owner, first, None), nn.Linear) and "fc1" not in self.__dict__:
                     self.__dict__.update(fc1=getattr(owner, first), fc2=getattr(owner, last))
@@ -189,7 +185,7 @@ class TransformersDecoder(FairseqDecoder):
         self._positions = positions_of(model.config)
         self.body: Any = anatomy.body
         head = model.get_output_embeddings()
-        self.embed_tokens: Any = moved(*anatomy.embedding)
+        self.embed_tokens: Any = moved(*place_of(model, model.get_input_embeddings()))
         self.layers = nn.ModuleList()
         for number, (block, call) in enumerate(zip(list(anatomy.layers), anatomy.attention, strict=True)):
             owner, name = place_of(block, call.module)
@@ -198,9 +194,9 @@ class TransformersDecoder(FairseqDecoder):
             self.layers.append(Layer(block, attention, anatomy))
             anatomy.layers[number] = Turned(self.layers[-1], anatomy.others[block])
         self.num_layers = len(self.layers)
-        self.layer_norm = moved(*anatomy.final_norm) if anatomy.final_norm is not None else None
         self._final_norm = anatomy.final_norm
-        self.project_out_dim: nn.Module | None = moved(*anatomy.projection) if anatomy.projection is not None else None
+        self.layer_norm = None if anatomy.final_norm is None else moved(self.body, anatomy.final_norm)
+        self.project_out_dim = None if anatomy.projection is None else moved(self.body, anatomy.projection)
         self.scale = None if anatomy.scale == 1.0 else Scale(anatomy.scale)
         if self.scale is not None:
             self.project_out_dim = self.scale
@@ -211,8 +207,7 @@ class TransformersDecoder(FairseqDecoder):
     def lose_final_norm(self) -> None:
         """Go without the final norm from now on."""
         if self._final_norm is not None:
-            owner, name = self._final_norm
-            owner.__dict__[name] = nn.Identity()
+            self.body.__dict__[self._final_norm] = nn.Identity()
             self.layer_norm = None
 
     def positions_from(self, start: int | Tensor) -> AbstractContextManager[None]:

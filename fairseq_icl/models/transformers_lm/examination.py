@@ -20,8 +20,6 @@ FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 """Names of one matrix that makes queries, keys and values."""
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_multiplier")
 """Keys of config.json by which families multiply or divide their logits."""
-Place = tuple[nn.Module, str]
-"""A module by its parent and its name there."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Anatomy:
     """A few from all over the vocabulary, (1, 8)."""
     logits: Tensor
     """What the model makes of them, (1, 8, V)."""
-    embedding: Place
     body: nn.Module
     """The module that runs the layers."""
     layers: nn.ModuleList
@@ -44,10 +41,12 @@ class Anatomy:
     """The part of a layer that receives the state after attention; None if there is no such state."""
     feed_forward: str | None
     """The part of a layer that is its whole feed-forward block; None if there is no such part."""
-    final_norm: Place | None
-    projection: Place | None
+    final_norm: str | None
+    """The part of `body` that receives the last layer's output, and the one that receives what this puts out."""
+    projection: str | None
     scale: float
     cap: float | None
+    """Logits are cap * tanh(scale * U x / cap); None: scale * U x."""
 
 
 Seen = Mapping[nn.Module, tuple[Any, Any, int]]
@@ -80,9 +79,8 @@ def examine(model: Any, name: str) -> Anatomy:
         with examined() as calls, _watched(model) as seen:
             own_logits = model(tokens, use_cache=False).logits
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:  # a window is no mask
-        raise UserError(
-            f"{name}: which tokens see each other is neither causal nor a window; use another model"
-        ) from error
+        seeing = "which tokens see each other is neither causal nor a window"
+        raise UserError(f"{name}: {seeing}; use another model") from error
     layers = _layers(model, calls, name)
     for call in calls:
         _separate(call, seen, name)
@@ -92,20 +90,11 @@ def examine(model: Any, name: str) -> Anatomy:
     norm, state = _reader(body, seen, seen[layers[-1]][1])
     projection, state = _reader(body, seen, state) if norm is not None else (None, state)
     scale, cap = _head(model, state, logits, name)
+    others = {module: count for module, (_, _, count) in seen.items()}
+    after_attention = _after_attention(layers[0], calls[0].module, seen)
+    feed_forward = _feed_forward(layers[0], calls[0].module, seen)
     return Anatomy(
-        tokens=tokens,
-        logits=logits,
-        embedding=place_of(model, model.get_input_embeddings()),
-        body=body,
-        layers=layers,
-        attention=calls,
-        others={module: others for module, (_, _, others) in seen.items()},
-        after_attention=_after_attention(layers[0], calls[0].module, seen),
-        feed_forward=_feed_forward(layers[0], calls[0].module, seen),
-        final_norm=None if norm is None else (body, norm),
-        projection=None if projection is None else (body, projection),
-        scale=scale,
-        cap=cap,
+        tokens, logits, body, layers, calls, others, after_attention, feed_forward, norm, projection, scale, cap
     )
 
 
@@ -128,10 +117,9 @@ def agree(found: Tensor, expected: Tensor, rtol: float = 0.0) -> bool:
 
 def _layers(model: nn.Module, calls: Sequence[Call], name: str) -> nn.ModuleList:
     """The list of which every entry holds one attention module, in the order of the calls."""
+    other = "use a model of another family"
     if not calls:
-        raise UserError(
-            f"{name}: its attention is not open to other code in transformers; use a model of another family"
-        )
+        raise UserError(f"{name}: its attention is not open to other code in transformers; {other}")
     for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
         holders = [[n for n, layer in enumerate(layers) if call.module in set(layer.modules())] for call in calls]
         if all(len(found) == 1 for found in holders):
@@ -140,11 +128,9 @@ def _layers(model: nn.Module, calls: Sequence[Call], name: str) -> nn.ModuleList
                 return layers
             missing = sorted(set(range(len(layers))) - set(numbers))
             if missing:
-                shown = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
-                raise UserError(
-                    f"{name}: layers {shown} have no attention (a hybrid model); use one of attention layers only"
-                )
-    raise UserError(f"{name}: its layers do not have one attention module each; use a model of another family")
+                shown = f"layers {', '.join(map(str, missing[:4]))}{', ...' * (len(missing) > 4)} have no attention"
+                raise UserError(f"{name}: {shown} (a hybrid model); use one of attention layers only")
+    raise UserError(f"{name}: its layers do not have one attention module each; {other}")
 
 
 class Separated(nn.Module):
@@ -201,7 +187,8 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def place_of(model: nn.Module, wanted: nn.Module) -> Place:
+def place_of(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
+    """A module by its parent and its name there."""
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is wanted:
@@ -220,15 +207,11 @@ def _reader(body: nn.Module, seen: Seen, state: Tensor) -> tuple[str | None, Ten
 
 def _head(model: Any, features: Tensor, logits: Tensor, name: str) -> tuple[float, float | None]:
     """(factor, cap) of logits = cap * tanh(factor * U x / cap); a refusal if the head is anything else."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    plain = head(features)
+    config, plain = model.config.get_text_config(), model.get_output_embeddings()(features)
     cap = getattr(config, "final_logit_softcapping", None)
-    factors = [1.0]
-    for key in SCALES:
-        number = getattr(config, key, None)
-        if isinstance(number, int | float) and number:
-            factors += [float(number), 1.0 / number]
-    for factor in factors:
+    numbers = [getattr(config, key, None) for key in SCALES]
+    numbers = [number for number in numbers if isinstance(number, int | float) and number]
+    for factor in (1.0, *(factor for number in numbers for factor in (float(number), 1.0 / number))):
         found = plain * factor
         found = found if cap is None else torch.tanh(found / cap) * cap
         if agree(found, logits):
