@@ -15,16 +15,15 @@ from pathlib import Path
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import split_name
-from fairseq_icl.fetching.data import fetch_dataset, paper_datasets, places
-from fairseq_icl.prompts.catalogue import dataset_names, find_spec
+from fairseq_icl.fetching.data import fetch_dataset, places
+from fairseq_icl.prompts.catalogue import dataset_names, find_spec, load_spec
 from fairseq_icl.results import text_table
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    result = argparse.ArgumentParser(
-        prog="fairseq-icl fetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser(prog="fairseq-icl fetch", description=__doc__, formatter_class=formatter)
     what = result.add_subparsers(dest="what", metavar="data | model", required=True)
     data = what.add_parser("data", help="datasets of the catalogue, from the Hugging Face hub")
     data.add_argument(
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> int:
         return fetch_model(arguments)
     if arguments.all and arguments.names:
         raise UserError("--all: brings the whole catalogue; leave out the names")
-    names = arguments.names or (dataset_names() if arguments.all else paper_datasets())
+    names = arguments.names or [name for name in dataset_names() if arguments.all or load_spec(name).papers]
     specs = [find_spec(name, arguments.to) for name in names]
     if arguments.by_hand:
         lines = [(str(place), url) for spec in specs for url, place in places(spec, arguments.to).values()]

@@ -59,9 +59,8 @@ def tell_failed_saves() -> None:
         except (OSError, RuntimeError) as error:
             Path(f"{filename}.tmp").unlink(missing_ok=True)
             reason = error.strerror if isinstance(error, OSError) else "is the disk full?"
-            raise UserError(
-                f"{filename}: the checkpoint cannot be written ({reason}); free space or change --save-dir"
-            ) from error
+            said = f"{filename}: the checkpoint cannot be written ({reason})"
+            raise UserError(f"{said}; free space or change --save-dir") from error
 
     def verify_checkpoint_directory(save_dir: str) -> None:
         try:

@@ -14,17 +14,12 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.fetching.download import checksum_of
 from fairseq_icl.fetching.hub import address, open_repository
 from fairseq_icl.files import reason_of, remedy_for, write_atomically
-from fairseq_icl.prompts.catalogue import DatasetSpec, Hub, dataset_names, load_spec
+from fairseq_icl.prompts.catalogue import DatasetSpec, Hub
 from fairseq_icl.prompts.readers import SPLITS, Split, compare_rows, find_split, read_split
 
 Places = dict[Split, tuple[str, Path]]
 UNFINISHED = ".fetching"
 """Folder inside DATA for what is not in its place yet, and for what is remembered of what is."""
-
-
-def paper_datasets() -> list[str]:
-    """The datasets that the papers used."""
-    return [name for name in dataset_names() if load_spec(name).papers]
 
 
 def data_cache() -> Path:
@@ -108,9 +103,8 @@ def _fetch(spec: DatasetSpec, folder: Path, wanted: Places, *, any_rows: bool, q
             compared = compare_rows(unfinished, spec, split, read_split(unfinished, spec, split))
             if compared is not None and compared.likeness == "other" and not any_rows:
                 staged.unlink()
-                raise UserError(
-                    f"{url}: {compared.text}, so it is not put into {place.parent}; to use it all the same: --any-rows"
-                )
+                said = f"{url}: {compared.text}, so it is not put into {place.parent}"
+                raise UserError(f"{said}; to use it all the same: --any-rows")
             place.parent.mkdir(exist_ok=True)
             staged.replace(place)
         remembered = _remembered(folder, spec) | {url: checksum_of(place)}

@@ -19,7 +19,6 @@ from fairseq_icl.files import FULL, reason_of
 
 Kind = Literal["model", "dataset"]
 ENDPOINT = "https://huggingface.co"
-TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -
     """What the hub has at a revision (branch, tag, commit); `by_hand` says how to do without, if it cannot be asked."""
     ask = _library().HfApi(endpoint()).repo_info
     with _one_line(name, revision, by_hand):
-        found = ask(name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT)
+        found = ask(name, repo_type=kind, revision=revision, files_metadata=True, timeout=30.0)
     files = {
         file.rfilename: (file.size, file.lfs.sha256 if file.lfs else file.blob_id and GIT + file.blob_id)
         for file in found.siblings or []

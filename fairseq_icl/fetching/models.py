@@ -13,14 +13,13 @@ from urllib.parse import urlsplit
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import split_name
-from fairseq_icl.fetching.download import checksum_of, download
+from fairseq_icl.fetching.download import BLOCK, checksum_of, download
 from fairseq_icl.fetching.hub import address, cached_folder, fetch_to_cache, open_repository
 from fairseq_icl.files import reason_of, remedy_for, temporary_prefix
 from fairseq_icl.models.hugging_face import CONFIG, WEIGHT_FILES
 from fairseq_icl.models.hugging_face.tokenizer import TOKENIZER_FILES
 
 CHECKPOINT = "model.pt"
-BLOCK = 1 << 20
 
 
 def needed_files(name: str, files: Iterable[str]) -> list[str]:

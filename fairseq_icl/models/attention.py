@@ -84,9 +84,8 @@ class Rule:
             attended = (scores if window is None else scores.triu(1 - window)) @ value
         elif self.cap is None and sinks is None:
             mask = None if window is None else band(query.size(2), window, query.device)
-            attended = F.scaled_dot_product_attention(
-                query, key, value, mask, dropout_p=dropout, is_causal=mask is None, scale=1.0
-            )
+            fused = F.scaled_dot_product_attention
+            attended = fused(query, key, value, mask, dropout_p=dropout, is_causal=mask is None, scale=1.0)
         else:
             attended, total = attention_by_formula(query, key, value, causal=True, rule=self)
             if sinks is not None:  # beside the scores of which `total` is the logsumexp
@@ -187,8 +186,7 @@ class RuledAttention(nn.Module):
         if not plain.self_attention or plain.bias_k is not None or plain.add_zero_attn or plain.use_xformers:
             raise UserError("attention: the model's self-attention has extras (biases, xformers) beside softmax")
         self.rule, self.seam = rule, Seam()
-        self.num_heads, self.head_dim = plain.num_heads, plain.head_dim
-        self.scaling: float = plain.scaling
+        self.num_heads, self.head_dim, self.scaling = plain.num_heads, plain.head_dim, plain.scaling
         self.dropout: float = plain.dropout_module.p
         self.k_proj, self.v_proj, self.q_proj = plain.k_proj, plain.v_proj, plain.q_proj
         self.out_proj = plain.out_proj

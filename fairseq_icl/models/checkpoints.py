@@ -148,11 +148,9 @@ def build_model(
 ) -> TransformerLanguageModel:
     """fairseq's model with its random initialisation from `seed`; None: with whatever is in memory."""
     vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    if seed is None:
-        with without_initialisation():
-            return TransformerLanguageModel.build_model(config, vocabulary)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with without_initialisation() if seed is None else torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
         return TransformerLanguageModel.build_model(config, vocabulary)
 
 

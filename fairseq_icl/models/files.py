@@ -107,7 +107,7 @@ class ModelFiles:
         bpe = self._load_bpe()
         return cache(lambda token: bpe.decode(dictionary[token]))
 
-    def _load_bpe(self) -> Any | None:
+    def _load_bpe(self) -> Any:
         return load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
 
 
@@ -200,7 +200,7 @@ def load_bpe(name: str | None, **files: str | None) -> Any | None:
         raise UserError(f"{named}: not the files of a {name} tokenizer ({error}); download them again") from error
 
 
-def _check_match(dictionary: Dictionary, bpe: Any | None) -> None:
+def _check_match(dictionary: Dictionary, bpe: Any) -> None:
     """Refuse BPE files that do not belong together or to the dictionary: they would turn every text into nonsense."""
     pieces: list[str] = []
     if hasattr(getattr(bpe, "bpe", None), "bpe_ranks"):  # gpt2

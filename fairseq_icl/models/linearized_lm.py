@@ -63,8 +63,7 @@ class LinearizedLM(PretrainedLM):
         name_of = {id(parameters[name]): name for name in reversed(names)}  # of tied weights the first
         self._names = list(reversed(name_of.values()))
         deltas: dict[str, nn.Parameter] = {}
-        for parameter in parameters.values():
-            parameter.requires_grad_(False)
+        self.requires_grad_(False)
         for name in self._names:
             path, _, attribute = name.rpartition(".")
             weight = parameters[name].detach()
@@ -104,8 +103,7 @@ class LinearizedLM(PretrainedLM):
         if tangents is None:
             return values
         leaves, structure = tree_flatten(values)
-        result: Result = tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
-        return result
+        return tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
 
     def forward(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Linearized logits (batch, tokens, vocabulary), with the linearized rest of what the decoder returns."""

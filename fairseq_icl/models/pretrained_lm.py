@@ -44,8 +44,7 @@ def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], function:
     """What `function`, which uses `model`, computes while the model's parameters of these names have these values."""
     caller = nn.Module()  # torch puts weights into the parts of a module, and calls that
     caller.model, caller.forward = model, function
-    result: Result = torch.func.functional_call(caller, {f"model.{name}": value for name, value in weights.items()}, ())
-    return result
+    return torch.func.functional_call(caller, {f"model.{name}": value for name, value in weights.items()}, ())
 
 
 @register_model("pretrained_lm", dataclass=PretrainedLMConfig)

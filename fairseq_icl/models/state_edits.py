@@ -30,10 +30,7 @@ class StateEdit:
         return heads
 
     def attention(self, layer: int, output: Tensor, received: Tensor, state: Tensor) -> Tensor:
-        """The attention's output, (R, d), instead of `output`.
-
-        `received` (R, d) is what the attention got; `state` (R, d) what the layer got, to which the output is added.
-        """
+        """The attention's output, instead of `output`; it got `received`, the layer got `state`: (R, d) each."""
         return output
 
     def layer(self, layer: int, state: Tensor) -> Tensor:
@@ -90,11 +87,9 @@ class Recorder(StateEdit):
     sees_heads = False
 
     def __init__(self, wants_heads: bool = False) -> None:
-        self.states: dict[int, list[Tensor]] = {}
-        """What the layer puts out, (R, d)."""
+        self.states: dict[int, list[Tensor]] = {}  # what the layer puts out, (R, d)
         self.received: dict[int, list[Tensor]] = {}
-        self.after_attention: dict[int, list[Tensor]] = {}
-        """The layer's input and the attention's output added, (R, d)."""
+        self.after_attention: dict[int, list[Tensor]] = {}  # the layer's input and the attention's output added, (R, d)
         self.head_outputs: dict[int, list[Tensor]] = {}
         self.sees_heads = wants_heads
 

@@ -172,14 +172,11 @@ def _of_transformers(path: Path) -> HFModel:
     first, last = (bos if first is None else first), (bos if eos is None else eos)  # one may stand in for the other
     if first is None or last is None:
         raise UserError(f"{path}: neither bos_token_id nor eos_token_id in it; add the id a text begins with")
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    layers, width, heads, rows = (int(getattr(text, name)) for name in names)
     inner = [getattr(text, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")]
-    shape = {
-        "layers": int(text.num_hidden_layers),
-        "width": int(text.hidden_size),
-        "heads": int(text.num_attention_heads),
-        "ffn": int(next(filter(None, inner), 4 * text.hidden_size)),
-        "vocabulary": int(text.vocab_size),
-    }
+    ffn = int(next(filter(None, inner), 4 * width))
+    shape = {"layers": layers, "width": width, "heads": heads, "ffn": ffn, "vocabulary": rows}
     return HFModel(path.parent, family, shape, positions_of(config), (first, last, pad))
 
 

@@ -8,6 +8,7 @@ symbols for padding and unknown words gets names for them from tokens that no te
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fairseq.data import Dictionary
@@ -118,12 +119,8 @@ def _load(folder: Path, family: str) -> Loaded:
     tokenizer.encode_special_tokens = True  # a text that says "</s>" does not end here
     tokens = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
     special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return (
-        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        tokens,
-        special,
-    )
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return (lambda text: tokenizer.encode(text, add_special_tokens=False).ids), decode, tokens, special
 
 
 def _gpt2_tokenizer(vocabulary: Path, merges: Path, family: str) -> Tokenizer:
@@ -150,12 +147,12 @@ def _load_sentencepiece(path: Path, family: str) -> Loaded:
         raise UserError(f"{path}: not a sentencepiece model ({reason}); download it again") from error
     # The file starts <unk>, <s>, </s>; the model <s>, <pad>, </s>, <unk>.
     tokens = FAIRSEQ_SPECIALS | {n + 1: pieces.id_to_piece(n) for n in range(3, pieces.get_piece_size())}
-    return (
-        lambda text: [number + 1 if number else 3 for number in pieces.encode(text)],
-        lambda ids: "".join(tokens[number] for number in ids).replace("▁", " "),
-        tokens,
-        list(FAIRSEQ_SPECIALS),
-    )
+
+    def decode(ids: list[int]) -> str:
+        return "".join(tokens[number] for number in ids).replace("▁", " ")
+
+    special = list(FAIRSEQ_SPECIALS)
+    return (lambda text: [number + 1 if number else 3 for number in pieces.encode(text)]), decode, tokens, special
 
 
 def _spare_rows(

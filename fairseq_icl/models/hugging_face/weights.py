@@ -32,14 +32,13 @@ Keep = Callable[[str], bool]
 
 def check_files(paths: list[Path]) -> None:
     """Refuse files that cannot be opened so, or that hold quantised weights."""
-    for path in paths:
-        if path.suffix != ".json":
-            names, read = opened(path)
-            for name in names:
-                kind = read(name).dtype
-                if not kind.is_floating_point and not re.fullmatch(MASKS, name):
-                    said = str(kind).removeprefix("torch.")
-                    raise UserError(f"{path}: {name} is {said}: quantised; use the original weights of the model")
+    for path in (path for path in paths if path.suffix != ".json"):
+        names, read = opened(path)
+        for name in names:
+            kind = read(name).dtype
+            if not kind.is_floating_point and not re.fullmatch(MASKS, name):
+                said = str(kind).removeprefix("torch.")
+                raise UserError(f"{path}: {name} is {said}: quantised; use the original weights of the model")
 
 
 def opened(path: Path) -> tuple[list[str], Callable[[str], Tensor]]:
@@ -96,9 +95,7 @@ def load_weights(decoder: TransformerDecoder, model: HFModel, keep: Keep) -> Non
 
 def _tensors(model: HFModel, keep: Keep) -> Iterator[tuple[str, Tensor, Path]]:
     """(decoder parameter, tensor in the file's precision, file) for every weight that `keep` accepts."""
-    for path in model.weight_files():
-        if path.suffix == ".json":
-            continue
+    for path in (path for path in model.weight_files() if path.suffix != ".json"):
         content, used = opened(path), 0
         for name in sorted(content[0]):
             own = name.removeprefix("model.").replace("lm_head.", "output_projection.")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
-from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.hugging_face import HFModel
@@ -150,10 +149,6 @@ def difference_from_transformers(model: HFModel, decoder: FairseqDecoder) -> tup
     text = [f"Review {n}: the film of {1900 + 7 * n} was {('dull', 'great', 'long')[n % 3]}." for n in range(24)]
     rows = [model.bos, *model.encode_line(" ".join(text))][: model.positions]
     tokens = torch.tensor([[model.vocabulary.order[row] for row in rows]])
-
-    def of_next(logits: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probability of every token but the first: logits (1, T, V), tokens (1, T) -> (T - 1,)"""
-        return logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-
-    own = of_next(decoder(torch.tensor([rows]))[0], torch.tensor([rows]))
-    return float((own - of_next(other(tokens).logits, tokens)).abs().max()), f"transformers {transformers.__version__}"
+    runs = ((decoder(torch.tensor([rows]))[0], torch.tensor([rows])), (other(tokens).logits, tokens))
+    own, expected = (x[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None]) for x, ids in runs)  # (T - 1, 1)
+    return float((own - expected).abs().max()), f"transformers {transformers.__version__}"

@@ -2,11 +2,10 @@
 
 transformers asks a registered function for the output of attention and hands it queries, keys and values, (B, H, T, D)
 each, after norms and rotation: exactly what a `Seam` wants. Which tokens see which is no longer its masks' business but
-that of the rule: an `examined` pass finds out which windows the masks stand for.
+that of the rule: an examined pass finds out which windows the masks stand for.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,25 +36,12 @@ class Call:
     query: Tensor  # (B, H, T, D)
     key: Tensor  # (B, H_kv, T, D)
     value: Tensor  # (B, H_kv, T, D_v)
-    scaling: float
-    """Of the scores, wherever the family multiplies by it."""
+    scaling: float  # of the scores, wherever the family multiplies by it
     window: int | None
 
 
-_calls: list[Call] | None = None
-"""What an examined pass has seen so far; None outside of one."""
-
-
-@contextmanager
-def examined() -> Iterator[list[Call]]:
-    """While open, a list fills with the calls of attention functions in passes of models that have no seams yet."""
-    global _calls
-    calls: list[Call] = []
-    _calls = calls
-    try:
-        yield calls
-    finally:
-        _calls = None
+calls: list[Call] | None = None
+"""While a model that has no seams yet is examined, what is asked of the attention function; None otherwise."""
 
 
 def attention_function(
@@ -81,10 +67,10 @@ def attention_function(
     # The masks are what counts in transformers; not every family says its window as well.
     window = seam.window if seam is not None else sliding_window if attention_mask is None else attention_mask.window
     rule = replace(ORDINARY if seam is None else seam.rule, window=window, cap=softcap)
-    if seam is None and _calls is not None:
+    if seam is None and calls is not None:
         own = getattr(module, "scaling", None)
         whole = own if isinstance(own, float) and scaling == 1.0 else scaling  # OPT multiplies before it asks
-        _calls.append(Call(module, query, key, value, whole, window))
+        calls.append(Call(module, query, key, value, whole, window))
     groups = query.size(1) // key.size(1)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -97,7 +83,7 @@ def attention_function(
 
 def mask_function(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> SimpleNamespace | None:
     """transformers' question for a mask: there is none; examined passes find out which `window` it stands for."""
-    if _calls is None:
+    if calls is None:
         return None
     longest = min(getattr(config, "max_position_embeddings", None) or 2**14, 2**17)
     return SimpleNamespace(window=window_of(mask_function, longest))

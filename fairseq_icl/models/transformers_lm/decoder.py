@@ -32,6 +32,13 @@ def moved(parent: nn.Module, name: str) -> nn.Module:
     return child
 
 
+def run_turned(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """What a module puts out that lays tokens and sequences out the other way round, and what else it returns."""
+    result = module(x.transpose(0, 1), *args, **kwargs)
+    output, *others = result if isinstance(result, tuple) else (result,)
+    return output.transpose(0, 1), tuple(others)
+
+
 class Turned(nn.Module):
     """Stands in transformers' place, (B, T, d), for a module that wants (T, B, d) and gives (output, others, ...)."""
 
@@ -41,27 +48,14 @@ class Turned(nn.Module):
         self.others = others
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = self.__dict__["inner"](hidden_states.transpose(0, 1), *args, **kwargs)
-        output, others = result[:2] if isinstance(result, tuple) else (result, None)
-        output = output.transpose(0, 1)
-        return (output, *(others or (None,) * self.others)) if self.others else output
+        output, others = run_turned(self.__dict__["inner"], hidden_states, *args, **kwargs)
+        return (output, *((others and others[0]) or (None,) * self.others)) if self.others else output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"].block, name)  # what transformers asks its own module for
 
 
-class Block(nn.Module):
-    """A module of transformers in fairseq's layout: (T, B, d) -> ((T, B, d), others)."""
-
-    block: nn.Module
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        result = self.block(x.transpose(0, 1), *args, **kwargs)
-        output, others = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
-        return output.transpose(0, 1), others
-
-
-class Attention(Block):
+class Attention(nn.Module):
     """The self-attention of a layer: `block` is transformers' module, its parts are registered here."""
 
     self_attention = True
@@ -94,7 +88,7 @@ class Attention(Block):
     def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Attention of `query` (T, B, d) to itself and its past, with output projection: (T, B, d)."""
         self.called_with = {"args": args, "kwargs": kwargs}
-        return super().forward(query, *args, **kwargs)
+        return run_turned(self.block, query, *args, **kwargs)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of x (T, B, d) at the positions of the last pass: (B, H, T, D) each."""
@@ -112,7 +106,7 @@ class Attention(Block):
         return self.__dict__ | {"called_with": {}}  # tensors of the last pass are no part of a copy
 
 
-class Layer(Block):
+class Layer(nn.Module):
     """A layer, (T, B, d) -> ((T, B, d), others, None), as fairseq's."""
 
     def __init__(self, block: nn.Module, self_attn: Attention, anatomy: Anatomy) -> None:
@@ -138,18 +132,18 @@ class Layer(Block):
                         self.__dict__["gate_proj"] = owner.gate_proj
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return *super().forward(x, *args, **kwargs), None
+        return *run_turned(self.block, x, *args, **kwargs), None
 
 
-class Norm(Block):
+class Norm(nn.Module):
     """A norm, (T, B, d) -> (T, B, d); what it receives is the state between attention and MLP."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x)[0]
+    def forward(self, x: Tensor) -> Tensor:
+        return run_turned(self.block, x)[0]
 
 
 class Scale(nn.Module):
@@ -181,7 +175,6 @@ class TransformersDecoder(FairseqDecoder):
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
         self.adaptive_softmax = self.embed_positions = None
-        self.family: str = model.config.model_type
         self._positions = positions_of(model.config)
         self.body: Any = anatomy.body
         head = model.get_output_embeddings()
@@ -193,7 +186,6 @@ class TransformersDecoder(FairseqDecoder):
             owner._modules[name] = Turned(attention, anatomy.others[call.module])
             self.layers.append(Layer(block, attention, anatomy))
             anatomy.layers[number] = Turned(self.layers[-1], anatomy.others[block])
-        self.num_layers = len(self.layers)
         self._final_norm = anatomy.final_norm
         self.layer_norm = None if anatomy.final_norm is None else moved(self.body, anatomy.final_norm)
         self.project_out_dim = None if anatomy.projection is None else moved(self.body, anatomy.projection)

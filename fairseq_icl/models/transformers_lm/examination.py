@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_icl.compat.models import replaced
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.transformers_lm.attention import NAME, Call, examined
+from fairseq_icl.models.transformers_lm import attention
+from fairseq_icl.models.transformers_lm.attention import NAME, Call
 
 FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 """Names of one matrix that makes queries, keys and values."""
@@ -26,10 +28,8 @@ SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_multipl
 class Anatomy:
     """Where the parts are that this package looks at."""
 
-    tokens: Tensor
-    """A few from all over the vocabulary, (1, 8)."""
-    logits: Tensor
-    """What the model makes of them, (1, 8, V)."""
+    tokens: Tensor  # (1, 8), from all over the vocabulary
+    logits: Tensor  # (1, 8, V), what the model makes of them
     body: nn.Module
     """The module that runs the layers."""
     layers: nn.ModuleList
@@ -75,8 +75,9 @@ def examine(model: Any, name: str) -> Anatomy:
     tokens = torch.linspace(vocabulary // 3, vocabulary - 1, 8).long()[None].to(model.device)
     logits = model(tokens, use_cache=False).logits
     model.set_attn_implementation(NAME)
+    calls: list[Call] = []
     try:
-        with examined() as calls, _watched(model) as seen:
+        with replaced(attention, calls=calls), _watched(model) as seen:
             own_logits = model(tokens, use_cache=False).logits
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:  # a window is no mask
         seeing = "which tokens see each other is neither causal nor a window"
@@ -183,7 +184,9 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """A linear layer of these values, (outputs, inputs) and (outputs,)."""
     linear = nn.Linear(1, 1, bias=bias is not None)
     linear.out_features, linear.in_features = weight.shape
-    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
     return linear
 
 
@@ -209,7 +212,7 @@ def _head(model: Any, features: Tensor, logits: Tensor, name: str) -> tuple[floa
     """(factor, cap) of logits = cap * tanh(factor * U x / cap); a refusal if the head is anything else."""
     config, plain = model.config.get_text_config(), model.get_output_embeddings()(features)
     cap = getattr(config, "final_logit_softcapping", None)
-    numbers = [getattr(config, key, None) for key in SCALES]
+    numbers: list[Any] = [getattr(config, key, None) for key in SCALES]
     numbers = [number for number in numbers if isinstance(number, int | float) and number]
     for factor in (1.0, *(factor for number in numbers for factor in (float(number), 1.0 / number))):
         found = plain * factor
