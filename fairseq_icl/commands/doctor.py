@@ -25,7 +25,7 @@ from fairseq_icl.models.checkpoints import base_reference, is_hugging_face, lang
 from fairseq_icl.models.files import TOKENIZER_FILES, line_encoder, load_bpe, load_dictionary
 from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.models.pretrained_lm import load_decoder
-from fairseq_icl.models.reference import TOLERANCE, difference_from_transformers
+from fairseq_icl.models.transformers_lm import TOLERANCE, difference_from_transformers
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.prefix import features_on_prefix, run_prefix
 from fairseq_icl.prompts.catalogue import dataset_names, find_spec
@@ -214,7 +214,7 @@ def _examine_folder(findings: Findings, folder: Path, text: str, *, continuation
     model = _try(findings, "config.json", lambda: read_folder(folder))
     if model is None:
         return
-    shape, code = model.shape, "fairseq's decoder" if model.is_fairseqs else "transformers' own code"
+    shape, code = model.shape, "fairseq's decoder" if model.fairseq_config else "transformers' own code"
     findings.good("config.json", f"{model.family}, up to {model.positions:,} positions, run by {code}")
     findings.good(
         "architecture",

@@ -15,16 +15,15 @@ from pathlib import Path
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import split_name
-from fairseq_icl.fetching.data import fetch_dataset, paper_datasets, places
-from fairseq_icl.prompts.catalogue import dataset_names, find_spec
+from fairseq_icl.fetching.data import fetch_dataset, places
+from fairseq_icl.prompts.catalogue import dataset_names, find_spec, load_spec
 from fairseq_icl.results import text_table
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    result = argparse.ArgumentParser(
-        prog="fairseq-icl fetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser(prog="fairseq-icl fetch", description=__doc__, formatter_class=formatter)
     what = result.add_subparsers(dest="what", metavar="data | model", required=True)
     data = what.add_parser("data", help="datasets of the catalogue, from the Hugging Face hub")
     data.add_argument(
@@ -46,20 +45,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Entry of the command; the exit code."""
+    """Bring datasets, with a line for each file, or a model; the exit code."""
     arguments = parser().parse_args(argv)
-    return fetch_data(arguments) if arguments.what == "data" else fetch_model(arguments)
-
-
-def fetch_data(arguments: argparse.Namespace) -> int:
-    """Bring datasets; a line for each file."""
+    if arguments.what == "model":
+        return fetch_model(arguments)
     if arguments.all and arguments.names:
         raise UserError("--all: brings the whole catalogue; leave out the names")
-    names = arguments.names or (dataset_names() if arguments.all else paper_datasets())
+    names = arguments.names or [name for name in dataset_names() if arguments.all or load_spec(name).papers]
     specs = [find_spec(name, arguments.to) for name in names]
     if arguments.by_hand:
-        lines = [(place, url) for spec in specs for _, url, place in places(spec, arguments.to)]
-        print(text_table([("put it at", "download"), *((str(place), url) for place, url in lines)]))
+        lines = [(str(place), url) for spec in specs for url, place in places(spec, arguments.to).values()]
+        print(text_table([("put it at", "download"), *lines]))
         return 0
     for spec in specs:
         for line in fetch_dataset(spec, arguments.to, any_rows=arguments.any_rows, quiet=arguments.quiet):

@@ -27,11 +27,8 @@ def flag(name: str, kind: Any, default: Any, text: str, **metadata: Any) -> tupl
 
 
 def flags_of(component: str) -> list[tuple[str, Any, Any]]:
-    """(name, type, field) of the settings that are flags of our task or of a criterion, for fairseq's dataclasses.
-
-    fairseq's parser knows Optional[X], not X | None, and wants choices as an enumeration of its own.
-    """
-    flags = []
+    """(name, type, field) of the settings that are flags of our task or of a criterion, for fairseq's dataclasses."""
+    flags = []  # fairseq's parser knows Optional[X], not X | None, and wants choices as an enumeration of its own
     for known in SETTINGS.values():
         if known.is_flag_of(component):
             kind: Any = ChoiceEnum(list(known.choices)) if known.choices else known.kind
@@ -105,10 +102,7 @@ def _refuse_two_precisions(words: Iterable[str]) -> None:
 
 
 def _agree_on_precision(parsed: argparse.Namespace, words: Sequence[str]) -> None:
-    """Let --precision and fairseq's --fp16 and --bf16 say the same, whichever was given.
-
-    fairseq takes --bf16 for a wish to run on a TPU, which it then looks for.
-    """
+    """Let --precision and fairseq's --fp16 and --bf16 say the same, whichever was given."""
     given = {name for name in ("fp16", "bf16") if getattr(parsed, name, False)}
     if any(word.split("=")[0] == "--precision" for word in words):
         given.add(str(parsed.precision))
@@ -121,7 +115,7 @@ def _agree_on_precision(parsed: argparse.Namespace, words: Sequence[str]) -> Non
         parsed.precision = name
         parsed.fp16, parsed.bf16 = name == "fp16", name == "bf16"
     if getattr(parsed, "bf16", False) and "--tpu" not in words:
-        parsed.tpu = False
+        parsed.tpu = False  # fairseq takes --bf16 for a wish to run on one, which it then looks for
 
 
 def log_configurations_at_debug_level() -> None:

@@ -84,24 +84,14 @@ def true_gradients(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[list
     if masters is None:
         return [parameter.grad for parameter in parameters], factor
     optimizer._sync_fp16_grads_to_fp32()
+    copies: dict[int, Tensor] = {}  # of each fp16 parameter
     if optimizer.has_flat_params:
-        copies = _slices_of_flat(optimizer.fp16_params, masters)
+        for device, flat in masters.items():  # in which they lie in parameter order
+            halves = [half for half in optimizer.fp16_params if half.device.index == device]
+            copies |= zip(map(id, halves), flat.grad.split([half.numel() for half in halves]), strict=True)
     else:
-        copies = {id(half): full.grad for half, full in zip(optimizer.fp16_params, masters, strict=True)}
+        copies |= {id(half): full.grad for half, full in zip(optimizer.fp16_params, masters, strict=True)}
     return [copies[id(parameter)] for parameter in parameters], factor
-
-
-def _slices_of_flat(halves: list[nn.Parameter], masters: dict[Any, nn.Parameter]) -> dict[int, Tensor]:
-    """id of an fp16 parameter -> its part of the flat fp32 gradient, which lies in parameter order on each device."""
-    copies: dict[int, Tensor] = {}
-    offsets = dict.fromkeys(masters, 0)
-    for half in halves:
-        device = half.device.index
-        gradient = masters[device].grad
-        assert gradient is not None
-        copies[id(half)] = gradient[offsets[device] : offsets[device] + half.numel()]
-        offsets[device] += half.numel()
-    return copies
 
 
 def loss_scale(optimizer: Any) -> float:

@@ -49,11 +49,8 @@ for _name in _later:
 
 
 def silence_warnings_about_fairseq() -> None:
-    """Hide warnings that fairseq 0.12 raises against newer hydra and torch: the user can do nothing about them.
-
-    They would bury our own one-line errors. Each pattern names one known message; others still show.
-    """
-    for message in (
+    """Hide the warnings of fairseq 0.12 about newer hydra and torch, which would bury our own one-line errors."""
+    for message in (  # one for each known message; others still show
         r"hydra\.experimental\.",
         r"\s*The version_base parameter is not specified",
         r".*Usage of deprecated keyword in package header",

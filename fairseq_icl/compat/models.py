@@ -5,7 +5,7 @@ import collections
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,19 @@ CHECKPOINT_CLASSES: list[Any] = [
     *(getattr(nodes, name) for name in dir(nodes) if name.endswith("Node")),
     *(collections.defaultdict, dict, list, int),
 ]
-"""What `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, hold besides tensors.
+"""What `args` checkpoints, and old ones whose `cfg` is an OmegaConf tree, hold besides tensors and plain containers.
 
-torch >= 2.6 unpickles tensors and plain containers only. These classes hold data and run nothing when they are
-rebuilt; anything else in a checkpoint stays refused.
+These classes hold data and run nothing when they are rebuilt; anything else in a checkpoint stays refused.
 """
 
 
-def checkpoint_classes_allowed() -> Any:
-    """A context in which torch unpickles CHECKPOINT_CLASSES; torch's own forgets at its end what was allowed before."""
-    known = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known])
-
-
 def resume_tasks() -> None:
-    """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it.
-
-    Only tasks that say so (`resumes`) get theirs: others were not written for it.
-    """
+    """Give a training that goes on its task's state back: fairseq saves it, as `task_state`, and never reads it."""
     load = Trainer.load_checkpoint
 
     def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         extra_state = load(self, filename, *args, **kwargs)
-        if getattr(self.task, "resumes", False) and self.get_num_updates() > 0:
+        if getattr(self.task, "resumes", False) and self.get_num_updates() > 0:  # others were not written for it
             self.task.load_state_dict(checkpoint_utils.load_checkpoint_to_cpu(filename).get("task_state", {}))
         return extra_state
 
@@ -69,9 +59,8 @@ def tell_failed_saves() -> None:
         except (OSError, RuntimeError) as error:
             Path(f"{filename}.tmp").unlink(missing_ok=True)
             reason = error.strerror if isinstance(error, OSError) else "is the disk full?"
-            raise UserError(
-                f"{filename}: the checkpoint cannot be written ({reason}); free space or change --save-dir"
-            ) from error
+            said = f"{filename}: the checkpoint cannot be written ({reason})"
+            raise UserError(f"{said}; free space or change --save-dir") from error
 
     def verify_checkpoint_directory(save_dir: str) -> None:
         try:
@@ -85,32 +74,29 @@ def tell_failed_saves() -> None:
 
 
 @contextmanager
-def without_initialisation() -> Iterator[None]:
-    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B.
-
-    fairseq's modules initialise themselves when they are made, and torch's own `skip_init` reaches single modules only.
-    """
-    names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
-    originals = {name: getattr(nn.init, name) for name in names}
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """While open, attributes of `owner` (a module, an object) have other values."""
+    before = {name: getattr(owner, name) for name in values}
     try:
-        for name in names:
-            setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        for name, original in originals.items():
-            setattr(nn.init, name, original)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
-@contextmanager
-def replaced_linear(linear: Callable[..., Tensor]) -> Iterator[None]:
+def without_initialisation() -> AbstractContextManager[None]:
+    """Skip the random initialisation of weights that are read from a file anyway: 20 s at 1.3B."""
+    # fairseq's modules initialise themselves when they are made; torch's own `skip_init` reaches single modules only.
+    names = ("normal_", "uniform_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "constant_")
+    return replaced(nn.init, **dict.fromkeys(names, lambda tensor, *args, **kwargs: tensor))
+
+
+def replaced_linear(linear: Callable[..., Tensor]) -> AbstractContextManager[None]:
     """Inside, torch's linear layers and its fused attention multiply by `linear`.
 
     The function is replaced in torch's own module because both look it up there; a torch function mode would not do,
     since the fused attention calls itself without end under one that is still active within it.
     """
-    original = functional.linear
-    functional.linear = linear
-    try:
-        yield
-    finally:
-        functional.linear = original
+    return replaced(functional, linear=linear)

@@ -124,7 +124,7 @@ class ICLSimilarity(FairseqCriterion):
             "zsl": Observer(base, prompts, context_row=self.cfg.save_activations is not None),
             "icl": Observer(base, prompts, in_context=True, context_row=wants_context),
         }
-        if model.is_trained:
+        if model.base_state:
             tuned = base.under(None, method_of(self.cfg.path))
             observers["ft"] = Observer(tuned, prompts, context_row=self.cfg.save_activations is not None)
             if self.other is not None:

@@ -6,7 +6,6 @@ else by the hub's own, and by the rows that the papers used, where they are know
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -15,16 +14,12 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.fetching.download import checksum_of
 from fairseq_icl.fetching.hub import address, open_repository
 from fairseq_icl.files import reason_of, remedy_for, write_atomically
-from fairseq_icl.prompts.catalogue import DatasetSpec, Hub, dataset_names, load_spec
-from fairseq_icl.prompts.readers import SPLITS, Comparison, Split, compare_rows, find_split, read_split
+from fairseq_icl.prompts.catalogue import DatasetSpec, Hub
+from fairseq_icl.prompts.readers import SPLITS, Split, compare_rows, find_split, read_split
 
+Places = dict[Split, tuple[str, Path]]
 UNFINISHED = ".fetching"
 """Folder inside DATA for what is not in its place yet, and for what is remembered of what is."""
-
-
-def paper_datasets() -> list[str]:
-    """The datasets that the papers used."""
-    return [name for name in dataset_names() if load_spec(name).papers]
 
 
 def data_cache() -> Path:
@@ -33,13 +28,13 @@ def data_cache() -> Path:
     return Path(os.environ.get("FAIRSEQ_ICL_CACHE") or usual) / "data"
 
 
-def places(spec: DatasetSpec, folder: Path) -> Iterator[tuple[Split, str, Path]]:
-    """(split, address, place) of each of a dataset's two files."""
-    hub = _hub(spec)
+def places(spec: DatasetSpec, folder: Path) -> Places:
+    """(address, place) of each of a dataset's two files."""
+    hub, found = _hub(spec), {}
     for split in SPLITS:
-        path = hub.files[split]
-        url = address("dataset", hub.repo, hub.revision, path)
-        yield split, url, folder / spec.name / f"{split}{Path(path).suffix}"
+        url = address("dataset", hub.repo, hub.revision, hub.files[split])
+        found[split] = (url, folder / spec.name / f"{split}{Path(hub.files[split]).suffix}")
+    return found
 
 
 def _hub(spec: DatasetSpec) -> Hub:
@@ -49,65 +44,51 @@ def _hub(spec: DatasetSpec) -> Hub:
 
 
 def fetch_dataset(spec: DatasetSpec, folder: Path, *, any_rows: bool = False, quiet: bool = False) -> list[str]:
-    """Bring what is missing of a dataset; returns a line about each split.
-
-    `any_rows`: rows that are not those of the papers are put into place all the same.
-    """
-    wanted = {split: (url, place) for split, url, place in places(spec, folder)}
+    """Bring what is missing of a dataset, with `any_rows` also other rows than the papers'; a line about each split."""
+    wanted = places(spec, folder)
     unfinished = folder / UNFINISHED / spec.name
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(unfinished.with_name(f"{spec.name}.lock")):
-            missing = [
-                split for split, (url, place) in wanted.items() if not _is_settled(spec, folder, split, url, place)
-            ]
+            missing = {split: place for split, place in wanted.items() if not _is_settled(spec, folder, split, *place)}
             if missing:
-                _fetch(spec, folder, {split: wanted[split] for split in missing}, any_rows=any_rows, quiet=quiet)
+                _fetch(spec, folder, missing, any_rows=any_rows, quiet=quiet)
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({reason_of(error)}); {remedy_for(error)} folder (--to)"
-        ) from error
-    return [_describe(spec, folder, split, split in missing) for split in SPLITS]
+        reason, remedy = reason_of(error), remedy_for(error)
+        raise UserError(f"{folder}: cannot be written ({reason}); {remedy} folder (--to)") from error
+    lines = []
+    for split in SPLITS:
+        rows, state = read_split(folder, spec, split), "fetched" if split in missing else "there"
+        compared = compare_rows(folder, spec, split, rows)
+        likeness = "no published rows to compare with" if compared is None else compared.text
+        lines.append(f"{find_split(folder, spec, split)[0]}: {state}, {len(rows):,} rows, {likeness}")
+    return lines
 
 
 def _is_settled(spec: DatasetSpec, folder: Path, split: Split, url: str, place: Path) -> bool:
     """Whether the file is there and known to be the right one, without asking the hub."""
-    there = _file_of(folder, spec, split)
-    if there is None:
+    try:
+        there = find_split(folder, spec, split)[0]
+    except UserError:
         return False
     if there != place:
         raise UserError(f"{there}: is there already and would be read instead; move it away, or choose another --to")
-    checksum = checksum_of(place)
-    if checksum in (_hub(spec).sha256.get(split), _remembered(folder, spec).get(url)):
+    if checksum_of(place) in (_hub(spec).sha256.get(split), _remembered(folder, spec).get(url)):
         return True
     compared = compare_rows(folder, spec, split, read_split(folder, spec, split))
     return compared is not None and compared.likeness == "same"
 
 
-def _file_of(folder: Path, spec: DatasetSpec, split: Split) -> Path | None:
-    """The file that readers take for this split."""
-    try:
-        return find_split(folder, spec, split)[0]
-    except UserError:
-        return None
-
-
 def _remembered(folder: Path, spec: DatasetSpec) -> dict[str, str]:
     """Address -> sha256 of what was fetched from it: such a file needs no second look by the hub."""
     try:
-        said = json.loads(_memory(folder, spec).read_text(encoding="utf-8"))
+        said = json.loads((folder / UNFINISHED / f"{spec.name}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
 
 
-def _memory(folder: Path, spec: DatasetSpec) -> Path:
-    return folder / UNFINISHED / f"{spec.name}.json"
-
-
-def _fetch(
-    spec: DatasetSpec, folder: Path, wanted: dict[Split, tuple[str, Path]], *, any_rows: bool, quiet: bool
-) -> None:
+def _fetch(spec: DatasetSpec, folder: Path, wanted: Places, *, any_rows: bool, quiet: bool) -> None:
     hub, (url, place) = _hub(spec), next(iter(wanted.values()))
     by_hand = f"download {url} and put it at {place}; fairseq-icl fetch data {spec.name} --by-hand lists all files"
     repository = open_repository("dataset", hub.repo, hub.revision, by_hand)
@@ -122,17 +103,9 @@ def _fetch(
             compared = compare_rows(unfinished, spec, split, read_split(unfinished, spec, split))
             if compared is not None and compared.likeness == "other" and not any_rows:
                 staged.unlink()
-                raise UserError(
-                    f"{url}: {compared.text}, so it is not put into {place.parent}; to use it all the same: --any-rows"
-                )
+                said = f"{url}: {compared.text}, so it is not put into {place.parent}"
+                raise UserError(f"{said}; to use it all the same: --any-rows")
             place.parent.mkdir(exist_ok=True)
             staged.replace(place)
         remembered = _remembered(folder, spec) | {url: checksum_of(place)}
-        write_atomically(_memory(folder, spec), json.dumps(remembered))
-
-
-def _describe(spec: DatasetSpec, folder: Path, split: Split, is_new: bool) -> str:
-    rows = read_split(folder, spec, split)
-    compared = compare_rows(folder, spec, split, rows) or Comparison("unknown", "no published rows to compare with")
-    state = "fetched" if is_new else "there"
-    return f"{find_split(folder, spec, split)[0]}: {state}, {len(rows):,} rows, {compared.text}"
+        write_atomically(folder / UNFINISHED / f"{spec.name}.json", json.dumps(remembered))

@@ -14,8 +14,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -29,8 +30,6 @@ ATTEMPTS = 5
 PAUSE = 0.5
 """Seconds before the second attempt; doubled before each further one."""
 TIMEOUT = 60.0
-RANGE_NOT_SATISFIABLE = 416
-TRY_AGAIN = (408, 429)
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
 GIT = "git:"
 """Before a checksum that is git's name for the content: what the hub knows of small files."""
@@ -47,20 +46,20 @@ def download(
 ) -> None:
     """Bring `url` to `path`, going on where an earlier call was cut off.
 
-    Args:
-        url: The address.
-        path: Where it goes.
-        size: Bytes, where they are known beforehand.
-        checksum: sha256, or `git:` and git's hash; what arrives with another one is thrown away and reported.
-        headers: Sent to this address alone, not to where it may redirect.
-        quiet: No progress bar.
+    What arrives with another `checksum` (sha256, or `git:` and git's hash) is thrown away and reported. `headers` are
+    sent to this address alone, not to where it may redirect.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"{url}: not an address; it must begin with https:// or http://")
-    part, about = _part(path), _about(path)
+    part, about = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.part.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(path.parent, size, part)
+        missing, free = (size or 0) - _size_of(part), shutil.disk_usage(path.parent).free
+        if missing > free:  # which is better said at the start than after an hour
+            raise UserError(
+                f"{path.parent}: {missing / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free; free some "
+                "space or choose another folder (--to)"
+            )
         with tqdm(unit="B", unit_scale=True, desc=path.name, disable=quiet) as bar:
             _bring(url, part, about, dict(headers or {}), size, bar)
         if checksum is not None and (found := checksum_of(part, checksum)) != checksum:
@@ -81,57 +80,39 @@ def checksum_of(path: Path, like: str = "") -> str:
     """sha256 of a file; or git's hash, with its mark, where `like` is one."""
     if not like.startswith(GIT):
         return sha256_of(path)
-    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    head = f"blob {path.stat().st_size}\0".encode()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return GIT + digest.hexdigest()
+        return GIT + hashlib.file_digest(file, lambda: hashlib.sha1(head, usedforsecurity=False)).hexdigest()
 
 
-def network_reason(error: BaseException) -> str:
+def network_reason(error: Exception) -> str:
     """What is wrong with the network, without the layers that the libraries wrap around it."""
     inner = getattr(error, "reason", None)
-    inner = inner if isinstance(inner, Exception) else error
-    return reason_of(inner) if isinstance(inner, Exception) else str(inner)
+    return reason_of(inner if isinstance(inner, Exception) else error)
 
 
-def _part(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
-
-
-def _about(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part.json")
-
-
-def _check_space(folder: Path, size: int | None, part: Path) -> None:
-    """Say at the start that a file will not fit, not after an hour."""
-    missing = (size or 0) - (part.stat().st_size if part.exists() else 0)
-    if missing > (free := shutil.disk_usage(folder).free):
-        raise UserError(
-            f"{folder}: {missing / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free; free some space or "
-            "choose another folder (--to)"
-        )
+def _size_of(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
 def _bring(url: str, part: Path, about: Path, headers: dict[str, str], size: int | None, bar: "tqdm[Any]") -> None:
     """Fill `part`: connect, and connect again where it stopped, until all is there."""
     attempt = 0
     while True:
-        before = part.stat().st_size if part.exists() else 0
+        before = _size_of(part)
         try:
             if _continue(url, part, about, headers, size, bar):
                 return
             problem = "the connection was closed too early"
         except urllib.error.HTTPError as error:
             problem = f"the server says {error.code} {error.reason}"
-            if error.code == RANGE_NOT_SATISFIABLE:
+            if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 about.unlink(missing_ok=True)  # more is here than there: from the start
-            elif error.code < 500 and error.code not in TRY_AGAIN:
+            elif error.code < 500 and error.code not in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
                 raise UserError(f"{url}: cannot be fetched ({problem}); check the address") from error
         except NETWORK_ERRORS as error:
             problem = network_reason(error)
-        came = (part.stat().st_size if part.exists() else 0) - before
-        attempt = 1 if came > 0 else attempt + 1
+        attempt = 1 if _size_of(part) > before else attempt + 1
         if attempt >= ATTEMPTS:
             raise UserError(
                 f"{url}: cannot be fetched ({problem}); what has arrived is kept, give the command again when the "
@@ -162,7 +143,9 @@ def _continue(url: str, part: Path, about: Path, headers: dict[str, str], size: 
         version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
         about.write_text(json.dumps({"url": url, "version": version}), encoding="utf-8")
         with part.open("ab" if goes_on else "wb") as file:
-            _copy(answer, file, bar)
+            while block := answer.read1(BLOCK):  # what has come, so that a cut loses nothing
+                file.write(block)
+                bar.update(len(block))
     return total is None or part.stat().st_size == total
 
 
@@ -174,9 +157,3 @@ def _state(url: str, part: Path, about: Path) -> tuple[int, str]:
         return (os.path.getsize(part), str(said["version"])) if usable else (0, "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0, ""
-
-
-def _copy(source: Any, file: IO[bytes], bar: "tqdm[Any]") -> None:
-    while block := source.read1(BLOCK):  # what has come, so that a cut loses nothing
-        file.write(block)
-        bar.update(len(block))

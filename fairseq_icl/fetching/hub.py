@@ -14,23 +14,11 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.fetching.download import GIT, NETWORK_ERRORS, checksum_of, download, network_reason
+from fairseq_icl.fetching.download import GIT, checksum_of, download, network_reason
 from fairseq_icl.files import FULL, reason_of
 
 Kind = Literal["model", "dataset"]
 ENDPOINT = "https://huggingface.co"
-TIMEOUT = 30.0
-MAX_NETWORK_WORDS = 200
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file as the hub announces it."""
-
-    path: str
-    size: int | None
-    checksum: str | None
-    """sha256 of a large file, git's hash of a small one (with the mark `git:`)."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +28,24 @@ class Repository:
     kind: Kind
     name: str
     commit: str
-    files: dict[str, HubFile]
-
-    def address(self, path: str) -> str:
-        """Where a file of it is."""
-        return address(self.kind, self.name, self.commit, path)
+    files: dict[str, tuple[int | None, str | None]]
+    """Path -> size and checksum, where known: sha256 of a large file, git's hash of a small one (marked `git:`)."""
 
     def has(self, path: str, place: Path) -> bool:
         """Whether the file is at `place` already."""
-        wanted = self.files[path].checksum if path in self.files else None
+        _, wanted = self.files.get(path, (None, None))
         return wanted is not None and place.is_file() and checksum_of(place, wanted) == wanted
 
     def fetch(self, path: str, place: Path, *, pinned: str | None = None, quiet: bool = False) -> None:
         """Bring a file, unless it is there already. `pinned`: the sha256 that it must have, whatever the hub says."""
         if path not in self.files:
-            raise UserError(f"{self.name}: no file {path} in it at {self.commit[:12]}; see {self.address('')}")
+            page = address(self.kind, self.name, self.commit, "")
+            raise UserError(f"{self.name}: no file {path} in it at {self.commit[:12]}; see {page}")
         if not self.has(path, place):
-            file, headers = self.files[path], _authorization()
-            checksum = pinned or file.checksum
-            download(self.address(path), place, size=file.size, checksum=checksum, headers=headers, quiet=quiet)
+            token = _library().get_token()  # if the user has logged in
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            (size, checksum), url = self.files[path], address(self.kind, self.name, self.commit, path)
+            download(url, place, size=size, checksum=pinned or checksum, headers=headers, quiet=quiet)
 
 
 def endpoint() -> str:
@@ -72,26 +59,21 @@ def address(kind: Kind, name: str, revision: str, path: str) -> str:
 
 
 def open_repository(kind: Kind, name: str, revision: str | None, by_hand: str) -> Repository:
-    """What the hub has under this name at a revision (branch, tag or commit).
-
-    `by_hand` ends the message if the hub cannot be reached: how to do without.
-    """
-    library = _library()
+    """What the hub has at a revision (branch, tag, commit); `by_hand` says how to do without, if it cannot be asked."""
+    ask = _library().HfApi(endpoint()).repo_info
     with _one_line(name, revision, by_hand):
-        found = library.HfApi(endpoint()).repo_info(
-            name, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT
-        )
-    files = [_file(sibling) for sibling in found.siblings or []]
-    return Repository(kind, found.id, found.sha, {file.path: file for file in files})
+        found = ask(name, repo_type=kind, revision=revision, files_metadata=True, timeout=30.0)
+    files = {
+        file.rfilename: (file.size, file.lfs.sha256 if file.lfs else file.blob_id and GIT + file.blob_id)
+        for file in found.siblings or []
+    }
+    return Repository(kind, found.id, found.sha, files)
 
 
 def fetch_to_cache(
     repository: Repository, name: str, revision: str | None, paths: Sequence[str], by_hand: str, *, quiet: bool = False
 ) -> Path:
-    """The folder in the library's own cache that holds these files of the repository, fetched if they are not there.
-
-    The cache remembers what `name`, which may be an old one, and `revision` meant, for the next time without network.
-    """
+    """The folder in the library's own cache that holds these files of the repository, fetched if they are not there."""
     library = _library()
     if quiet:
         library.utils.disable_progress_bars()
@@ -101,19 +83,9 @@ def fetch_to_cache(
             place = Path(bring(name, path, revision=repository.commit))
         if not repository.has(path, place):
             raise UserError(f"{place}: damaged (its checksum is not the hub's); remove it and try again")
+    # So the cache knows next time, without network, what `name`, which may be an old one, and `revision` mean.
     with _one_line(repository.name, revision, by_hand):
         return Path(bring(name, paths[0], revision=revision)).parent
-
-
-def _file(sibling: Any) -> HubFile:
-    checksum = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id and GIT + sibling.blob_id
-    return HubFile(sibling.rfilename, sibling.size, checksum)
-
-
-def _authorization() -> dict[str, str]:
-    """The header that tells the hub who asks, if the user has logged in."""
-    token = _library().get_token()
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _library() -> Any:
@@ -121,9 +93,8 @@ def _library() -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise UserError(
-            "the Hugging Face hub needs its library: pip install 'fairseq-icl[hub]' (or huggingface_hub)"
-        ) from error
+        remedy = "pip install 'fairseq-icl[hub]' (or huggingface_hub)"
+        raise UserError(f"the Hugging Face hub needs its library: {remedy}") from error
     return huggingface_hub
 
 
@@ -132,36 +103,28 @@ def _one_line(name: str, revision: str | None, by_hand: str) -> Iterator[None]:
     """What the library raises, in one line that says what to do."""
     from huggingface_hub import errors
 
+    known = {
+        errors.GatedRepoError: "its owner asks to agree to terms; do so on its page, then: hf auth login",
+        errors.RevisionNotFoundError: f"the hub has no revision {revision} of it; {by_hand}",
+        errors.RepositoryNotFoundError: "the hub has no repository of that name, or it is private (hf auth login); "
+        "give OWNER/NAME",
+        errors.HFValidationError: "not a name of a repository on the hub; give OWNER/NAME",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or {by_hand}",
+    }
     try:
         yield
-    except errors.GatedRepoError as error:
-        raise UserError(f"{name}: its owner asks to agree to terms; do so on its page, then: hf auth login") from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{name}: the hub has no revision {revision} of it; {by_hand}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"{name}: the hub has no repository of that name, or it is private (hf auth login); give OWNER/NAME"
-        ) from error
-    except errors.HFValidationError as error:
-        raise UserError(f"{name}: not a name of a repository on the hub; give OWNER/NAME") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise UserError(f"{name}: HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or {by_hand}") from error
     except Exception as error:
+        for kind, message in known.items():
+            if isinstance(error, kind):
+                raise UserError(f"{name}: {message}") from error
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError(f"{name}: its files cannot be kept ({reason_of(error)}); free some space") from error
-        if not _is_network(error):
+        fault: BaseException | None = error  # of a connection? The library's transport (httpx, ...) has its own kinds
+        while not (fault is None or isinstance(fault, OSError) or type(fault).__module__.startswith("http")):
+            fault = fault.__cause__
+        if fault is None:
             raise
-        said = network_reason(error)[:MAX_NETWORK_WORDS]
-        raise UserError(f"{endpoint()}: cannot be reached ({said}); {by_hand}") from error
-
-
-def _is_network(error: BaseException | None) -> bool:
-    """Whether a connection is at fault; the library's own transport (httpx, or its successor) raises its own kinds."""
-    while error is not None:
-        if isinstance(error, (*NETWORK_ERRORS, OSError)) or type(error).__module__.partition(".")[0].startswith("http"):
-            return True
-        error = error.__cause__
-    return False
+        raise UserError(f"{endpoint()}: cannot be reached ({network_reason(error)[:200]}); {by_hand}") from error
 
 
 def cached_folder(name: str, revision: str | None, path: str) -> Path | None:

@@ -1,7 +1,4 @@
-"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published.
-
-Of an archive regular files are unpacked, and none outside of the folder.
-"""
+"""Models: a repository of the hub, of which only the needed files are brought; or an archive that fairseq published."""
 
 import gzip
 import re
@@ -16,14 +13,13 @@ from urllib.parse import urlsplit
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import split_name
-from fairseq_icl.fetching.download import checksum_of, download
+from fairseq_icl.fetching.download import BLOCK, checksum_of, download
 from fairseq_icl.fetching.hub import address, cached_folder, fetch_to_cache, open_repository
 from fairseq_icl.files import reason_of, remedy_for, temporary_prefix
 from fairseq_icl.models.hugging_face import CONFIG, WEIGHT_FILES
 from fairseq_icl.models.hugging_face.tokenizer import TOKENIZER_FILES
 
 CHECKPOINT = "model.pt"
-BLOCK = 1 << 20
 
 
 def needed_files(name: str, files: Iterable[str]) -> list[str]:
@@ -55,12 +51,9 @@ def fetch_hub_model(name: str, folder: Path, *, quiet: bool = False) -> str:
 
 
 def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
-    """The folder of a model of the hub in the hub's own cache, fetched if it is not there.
-
-    Without network a copy in the cache is used as it is.
-    """
+    """The folder of a model of the hub in the hub's own cache: fetched, or without network a copy that is there."""
     repository_name, revision = split_name(name)
-    by_hand = _by_hand(name, "a folder", "model=THE_FOLDER")
+    by_hand = _by_hand(name, "a folder", " and give model=THE_FOLDER")
     try:
         repository = open_repository("model", repository_name, revision, by_hand)
     except UserError:
@@ -74,17 +67,14 @@ def cached_hub_model(name: str, *, quiet: bool = False) -> Path:
 
 
 def _by_hand(name: str, folder: str, use: str = "") -> str:
+    """How to do without the hub's library."""
     repository, revision = split_name(name)
-    files = f"{CONFIG}, tokenizer.json and {WEIGHT_FILES[0]}"
     page = address("model", repository, revision or "main", "").rstrip("/").replace("/resolve/", "/tree/")
-    return f"download {files} from {page} into {folder}" + (f" and give {use}" if use else "")
+    return f"download {CONFIG}, tokenizer.json and {WEIGHT_FILES[0]} from {page} into {folder}{use}"
 
 
 def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False) -> str:
-    """Bring and unpack the archive of a model of config/model, and the files it lacks; returns a line about it.
-
-    `model`: the keys `archive` (its address) and `beside` (name -> url and sha256 of further files).
-    """
+    """Bring and unpack the archive of a model of config/model, and what belongs beside it; returns a line about it."""
     place = folder / CHECKPOINT
     line = f"{place}: there already"
     if not place.is_file():
@@ -101,33 +91,26 @@ def fetch_archive(model: Mapping[str, Any], folder: Path, *, quiet: bool = False
 
 
 def unpack_model(archive: Path, folder: Path) -> None:
-    """Put the files of the model in a .tar.gz into `folder`: those beside its model.pt, without folders around it.
-
-    Links, devices and paths that lead out are refused, and then nothing of the archive is kept.
-    """
-    unfinished = None
+    """Put the files of the model in a .tar.gz into `folder`: those beside its model.pt, without folders around it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=temporary_prefix(archive.name), dir=folder))
-        _unpack(archive, unfinished)
-        found = sorted(unfinished.rglob(CHECKPOINT))
-        if len(found) != 1:
-            raise UserError(f"{archive}: {len(found)} files named {CHECKPOINT} in it; not an archive of one model")
-        for file in sorted(found[0].parent.iterdir()):
-            if file.is_file():
+        prefix = temporary_prefix(archive.name)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as unfinished:
+            _unpack(archive, Path(unfinished))
+            found = sorted(Path(unfinished).rglob(CHECKPOINT))
+            if len(found) != 1:
+                raise UserError(f"{archive}: {len(found)} files named {CHECKPOINT} in it; not an archive of one model")
+            for file in filter(Path.is_file, sorted(found[0].parent.iterdir())):
                 file.replace(folder / file.name)
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{archive}: not a whole .tar.gz ({error}); remove it and fetch it again") from error
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({reason_of(error)}); {remedy_for(error)} folder (--to)"
-        ) from error
-    finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        reason, remedy = reason_of(error), remedy_for(error)
+        raise UserError(f"{folder}: cannot be written ({reason}); {remedy} folder (--to)") from error
 
 
 def _unpack(archive: Path, folder: Path) -> None:
+    """Refuse links, devices and paths that lead out, and then the whole archive."""
     with tarfile.open(archive, "r:*") as tar:
         for member in tar:
             path = PurePosixPath(member.name)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import pandas as pd
 from torch import Tensor
@@ -11,12 +10,10 @@ from torch import Tensor
 from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 from fairseq_icl.devices import choose_device, within_memory
 from fairseq_icl.models.files import ModelFiles, find_files
-from fairseq_icl.models.pretrained_lm import PretrainedLM
+from fairseq_icl.models.pretrained_lm import PretrainedLM, Result
 from fairseq_icl.models.state_edits import StateEdit
 from fairseq_icl.prompts import Writing
 from fairseq_icl.settings import Settings
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def load_model(
     tokenizer: str | Path | None = None,
     device: str | None = None,
 ) -> Model:
-    """The model in a checkpoint or a Hugging Face folder.
+    """The model in a checkpoint or a Hugging Face folder, ready to be observed; it has learnt nothing yet.
 
     Args:
         path: A fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
@@ -104,9 +101,6 @@ def load_model(
         tokenizer: Folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
         device: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. A model runs on
             one device: it is not spread over several.
-
-    Returns:
-        The model, ready to be observed; it has learnt nothing yet.
 
     Example:
         ```python

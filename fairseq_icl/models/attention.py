@@ -7,18 +7,21 @@ sum_i softmax_i(q_t . k_i) v_i. A `Rule` changes this in one or both of two ways
     momentum     + sum_{i < t} eta^(t-i) v_i                 their momentum attention (the same, section 5.2)
 
 `set_rule` gives a decoder its rule: a pretrained one the setting `attention`, and the model `attention_lm`, which is
-fairseq's `transformer_lm` with this choice, the one it is trained with. Shapes: B sequences, H heads, T tokens, D the
-width of a head.
+fairseq's `transformer_lm` with this choice, to be trained from scratch, the one it is trained with. Shapes: B
+sequences, H heads, T tokens, D the width of a head.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import register_model
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
@@ -26,22 +29,20 @@ from fairseq_icl.errors import UserError
 
 KINDS = ("softmax", "momentum")
 """Rules of attention that a model may have been trained with."""
+MOMENTUM_HELP = "eta of --attention momentum, above 0 and below 1: sum over i < t of eta^(t-i) v_i is added"
+HIDDEN = -1e30
+"""Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 
 
 def decayed_sum(values: Tensor, eta: float | Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """m_t = sum_{i < t} eta^(t-i) v_i, the value of t itself excluded.
+    """m_t = sum_{i < t} eta^(t-i) v_i, (..., T, D), and the m of the token that comes next, (..., 1, D).
 
     The sum follows m_{t+1} = eta (m_t + v_t). Here it is a scan by doubling: if s_t holds the decayed sum over the last
     2^j values, then s_t + eta^(2^j) s_{t-2^j} holds it over the last 2^(j+1), so log2(T) additions of whole tensors
     replace T steps in Python, nothing is divided by a power of eta, and no (T x T) matrix is needed.
 
-    Args:
-        values: (..., T, D); set those of padding to zero, they then add nothing.
-        eta: in [0, 1); a number, or a tensor that broadcasts to (..., 1, 1), such as (H, 1, 1).
-        state: (..., 1, D), what an earlier call returned as state, to go on behind its tokens; none at the beginning.
-
-    Returns:
-        The sums (..., T, D) and the state behind the last token, which is the m of the token that comes next.
+    `values` are (..., T, D), zero where they are padding; `eta` in [0, 1) is a number or a tensor that broadcasts to
+    (..., 1, 1), such as (H, 1, 1). `state` is the second result of an earlier call, to go on behind its tokens.
     """
     rate = torch.as_tensor(eta, dtype=values.dtype, device=values.device)
     if bool((rate < 0).any()) or bool((rate >= 1).any()):
@@ -70,18 +71,12 @@ class Rule:
     cap: float | None = None
     """Scores s become cap * tanh(s / cap) before softmax; None: they stay."""
 
-    @property
-    def is_ordinary(self) -> bool:
-        """Whether this is softmax attention and nothing else."""
-        return self == ORDINARY
-
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
     ) -> Tensor:
         """Every token to itself and its past: (B, H, T, D) each -> (B, H, T, D).
 
-        `sinks` (H,) are scores of a key without a value, `dropout` is that of softmax's weights; linear attention has
-        neither.
+        Linear attention has neither `sinks` (H,), scores of a key without a value, nor `dropout` of softmax's weights.
         """
         window = self.window if self.window is not None and self.window < query.size(2) else None
         if self.linear:
@@ -89,12 +84,12 @@ class Rule:
             attended = (scores if window is None else scores.triu(1 - window)) @ value
         elif self.cap is None and sinks is None:
             mask = None if window is None else band(query.size(2), window, query.device)
-            attended = F.scaled_dot_product_attention(
-                query, key, value, mask, dropout_p=dropout, is_causal=mask is None, scale=1.0
-            )
+            fused = F.scaled_dot_product_attention
+            attended = fused(query, key, value, mask, dropout_p=dropout, is_causal=mask is None, scale=1.0)
         else:
             attended, total = attention_by_formula(query, key, value, causal=True, rule=self)
-            attended = with_sinks(attended, total, sinks)
+            if sinks is not None:  # beside the scores of which `total` is the logsumexp
+                attended = attended * torch.sigmoid(total - sinks[:, None]).to(attended)[..., None]
         return attended + decayed_sum(value, self.momentum)[0] if self.momentum else attended
 
 
@@ -103,18 +98,13 @@ def band(length: int, window: int, device: torch.device | None = None) -> Tensor
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def with_sinks(attended: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention (..., H, T, D) whose softmax has sinks (H,) beside the scores of which `total` is the logsumexp."""
-    return attended if sinks is None else attended * torch.sigmoid(total - sinks[:, None]).to(attended)[..., None]
-
-
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, rule: "Rule", mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of (B, H, T, D) to (B, H, K, D), and logsumexp of its scores, (B, H, T); `mask` (T, K) is added.
 
-    By PyTorch's fused kernels, which have this logarithm; their public function keeps it to itself. Where
-    gradients are wanted, or scores are capped, by the formula.
+    By PyTorch's fused kernels, whose public function keeps the logarithm to itself; by the formula where gradients are
+    wanted or scores are capped.
     """
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
     plain = mask is None and rule.cap is None and rule.window is None
@@ -127,8 +117,7 @@ def softmax_attention(
     if causal and rule.window is not None and rule.window < query.size(2):
         causal, mask = False, torch.where(band(query.size(2), rule.window), 0.0, HIDDEN).to(query)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attended, total = fused(query, key, value, 0.0, causal, attn_mask=mask, scale=1.0)
-    return attended, total
+    return fused(query, key, value, 0.0, causal, attn_mask=mask, scale=1.0)
 
 
 def attention_by_formula(
@@ -145,15 +134,13 @@ def attention_by_formula(
     return (scores - total[..., None]).exp().to(value) @ value, total
 
 
-HIDDEN = -1e30
-"""Added to the score of a token that is not seen: less than any score, and finite, so that a row may hide all."""
 ORDINARY = Rule()
+"""Softmax attention and nothing else."""
 
 
 def rule_of(module: Any) -> Rule:
     """The rule of an attention module; fairseq's own has none but the ordinary one."""
-    rule: Rule = getattr(module, "rule", ORDINARY)
-    return rule
+    return getattr(module, "rule", ORDINARY)
 
 
 class Seam:
@@ -163,9 +150,9 @@ class Seam:
     fairseq's own, which is one fused operation, while somebody asks for it (`observing.probe.listening`).
     """
 
-    def __init__(self) -> None:
-        self.look: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        self.stand_in: StandIn | None = None
+    look: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    stand_in: Callable[[Rule, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """Rule, queries, keys, values and sinks -> what the heads put out."""
 
     def attend(
         self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
@@ -178,20 +165,14 @@ class Seam:
         return rule.attend(query, key, value, sinks, dropout)
 
 
-StandIn = Callable[[Rule, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Rule, queries, keys, values and sinks -> what the heads put out."""
-
-
 def projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (scaled), keys and values of fairseq's attention, (B, H, T, D) each, for what it receives, x (T, B, d).
 
     They are views of (T, B, H, D): the products read x as it lies in memory, and nothing is copied.
     """
-    heads = (module.num_heads, module.head_dim)
     query = module.q_proj(x) if rule_of(module).linear else module.q_proj(x) * module.scaling
-    query, key, value = (
-        part.unflatten(2, heads).permute(1, 2, 0, 3) for part in (query, module.k_proj(x), module.v_proj(x))
-    )
+    parts = (query, module.k_proj(x), module.v_proj(x))
+    query, key, value = (part.unflatten(2, (module.num_heads, -1)).permute(1, 2, 0, 3) for part in parts)
     return query, key, value
 
 
@@ -205,25 +186,18 @@ class RuledAttention(nn.Module):
         if not plain.self_attention or plain.bias_k is not None or plain.add_zero_attn or plain.use_xformers:
             raise UserError("attention: the model's self-attention has extras (biases, xformers) beside softmax")
         self.rule, self.seam = rule, Seam()
-        self.num_heads, self.head_dim = plain.num_heads, plain.head_dim
-        self.scaling: float = plain.scaling
+        self.num_heads, self.head_dim, self.scaling = plain.num_heads, plain.head_dim, plain.scaling
         self.dropout: float = plain.dropout_module.p
         self.k_proj, self.v_proj, self.q_proj = plain.k_proj, plain.v_proj, plain.q_proj
         self.out_proj = plain.out_proj
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        incremental_state: Any = None,
-        **_: Any,
+        self, query: Tensor, *_: Any, key_padding_mask: Tensor | None = None, incremental_state: Any = None, **__: Any
     ) -> tuple[Tensor, None]:
         """Attention of `query` (T, B, d) to itself and its past, with output projection: (T, B, d).
 
-        `key` and `value` are there for fairseq's way of calling and must be the same tensor. Padding may only fill up
-        sequences on the right, where nothing sees it.
+        fairseq calls it with `key` and `value` too, which must be the same tensor. Padding may only fill up sequences
+        on the right, where nothing sees it.
         """
         if incremental_state is not None:
             raise UserError("linear and momentum attention keep no incremental state: fairseq-generate cannot use them")
@@ -247,21 +221,44 @@ def trained_rule(options: Mapping[str, Any], path: str | Path = "") -> Rule:
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta < 1:
         raise UserError(f"{where}momentum={str(eta)[:40]}: must be at least 0 and below 1, or the sum does not decay")
     if (eta > 0) != (kind == "momentum"):
-        raise UserError(
-            f"{where}attention={kind}, momentum={eta:g}: give --attention momentum and --momentum ETA together"
-        )
+        said = f"{where}attention={kind}, momentum={eta:g}"
+        raise UserError(f"{said}: give --attention momentum and --momentum ETA together")
     return Rule(momentum=float(eta))
 
 
 def set_rule(decoder: Any, rule: Rule) -> None:
     """Let the self-attention of every layer follow `rule`; parameters and their names stay as they are."""
-    if rule.is_ordinary:
+    if rule == ORDINARY:
         return
     for layer in decoder.layers:
         if isinstance(layer.self_attn, MultiheadAttention):
             layer.self_attn = RuledAttention(layer.self_attn, rule)
         else:
             layer.self_attn.rule = rule
+
+
+@dataclass
+class AttentionLMConfig(TransformerLanguageModelConfig):
+    """`transformer_lm` and two options, which its checkpoints carry and whatever loads a model here follows."""
+
+    attention: ChoiceEnum(list(KINDS)) = field(  # type: ignore[valid-type]
+        default="softmax", metadata={"help": "softmax, or momentum: softmax and a decaying sum of the preceding values"}
+    )
+    # SGD's flag has the name --momentum too: hence another name in configurations and checkpoints.
+    attention_momentum: float = field(default=0.0, metadata={"help": MOMENTUM_HELP, "argparse_alias": "--momentum"})
+
+
+@register_model("attention_lm", dataclass=AttentionLMConfig)
+class AttentionLM(TransformerLanguageModel):
+    """fairseq's `transformer_lm`, its flags, initialisation and names of weights, under the rule of its options."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "AttentionLM":
+        """Called by fairseq for `--arch attention_lm --attention momentum --momentum 0.5`."""
+        rule = trained_rule({name: getattr(args, name) for name in ("attention", "attention_momentum")})
+        model: AttentionLM = super().build_model(args, task)
+        set_rule(model.decoder, rule)
+        return model
 
 
 @contextmanager

@@ -4,23 +4,23 @@ import pickle
 import re
 import zipfile
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.data import Dictionary
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from fairseq_icl.compat.models import checkpoint_classes_allowed
+from fairseq_icl.compat.models import CHECKPOINT_CLASSES, without_initialisation
 from fairseq_icl.errors import UserError
 
 POSITIONS = ("max_target_positions", "tokens_per_sample")
-SIZES = {
-    **dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 1 << 17),
-    "decoder_ffn_embed_dim": 1 << 20,
-    **{"decoder_layers": 1 << 10, "decoder_attention_heads": 1 << 12},
-    **dict.fromkeys(POSITIONS, 1 << 20),
-}
+SIZES = dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 1 << 17)
+SIZES |= {"decoder_ffn_embed_dim": 1 << 20, "decoder_layers": 1 << 10, "decoder_attention_heads": 1 << 12}
+SIZES |= dict.fromkeys(POSITIONS, 1 << 20)
 """The largest numbers that are believed: far above every published model, far below what fills a memory."""
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 MAX_TEXT = 10_000
@@ -34,25 +34,26 @@ def is_hugging_face(path: str | Path) -> bool:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a fairseq checkpoint; tensors stay on disk (memory-mapped) until they are used.
-
-    Only tensors and the classes allowed in `compat` are unpickled: a checkpoint is foreign data.
-    """
+    """The content of a fairseq checkpoint; tensors stay on disk (memory-mapped) until they are used."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; check --pretrained, --base-model or --path")
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the checkpoint is empty; download or copy it again")
     try:
-        with checkpoint_classes_allowed():
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
+        known = torch.serialization.get_safe_globals()  # which torch forgets at the end of the context
+        with torch.serialization.safe_globals([kind for kind in CHECKPOINT_CLASSES if kind not in known]):
+            # Files older than torch 1.6 are not zip files and cannot be mapped.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
+        text = " ".join(str(error).split())
+        offender = "asked for " + text.split("GLOBAL ")[1].split()[0] if "GLOBAL " in text else text[:100]
         raise UserError(
             f"{path}: refused: it is not a plain checkpoint (corrupt, or it asks to run code of its own); "
-            f"use the original file of the model [{_offender(error)}]"
+            f"use the original file of the model [{offender}]"
         ) from error
     except Exception as error:  # a damaged pickle can make the unpickler stumble in any way
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: truncated or corrupt checkpoint; download or copy it again [{reason}]") from error
     if not isinstance(state, dict) or "model" not in state:
         raise UserError(f"{path}: not a fairseq checkpoint (it has no 'model' entry)")
@@ -68,23 +69,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return state
 
 
-def is_mapped(path: str | Path) -> bool:
-    """Whether tensors of a checkpoint stay on disk until they are used: those older than torch 1.6 are no zip files."""
-    return zipfile.is_zipfile(path)
-
-
-def _offender(error: Exception) -> str:
-    """What a refused pickle asked for, as torch's message tells it."""
-    text = " ".join(str(error).split())
-    return "asked for " + text.split("GLOBAL ")[1].split()[0] if "GLOBAL " in text else text[:100]
-
-
 def base_reference(state: dict[str, Any]) -> dict[str, Any] | None:
     """{"path", "sha256"} of the base if `state` is one of our fine-tuned checkpoints, else None."""
     task_state = state.get("task_state")
-    if not isinstance(task_state, dict) or task_state.get(BASE_REFERENCE) is None:
+    reference = task_state.get(BASE_REFERENCE) if isinstance(task_state, dict) else None
+    if reference is None:
         return None
-    reference = task_state[BASE_REFERENCE]
     if not isinstance(reference, dict) or not all(isinstance(reference.get(key), str) for key in ("path", "sha256")):
         raise UserError("the fine-tuned checkpoint does not name its base by path and sha256: it was altered")
     if "${" in reference["path"] or not reference["path"].isprintable():
@@ -114,10 +104,7 @@ def saved_model_options(state: dict[str, Any], path: str | Path) -> dict[str, An
 
 
 def language_model_config(state: dict[str, Any], path: str | Path) -> TransformerLanguageModelConfig:
-    """fairseq's `transformer_lm` configuration for the checkpoint; options unknown to it are left aside.
-
-    Dropout is off: the authors fine-tune without it, whatever the model was pretrained with (docs/protocol.md).
-    """
+    """fairseq's `transformer_lm` configuration for the checkpoint; options unknown to it are left aside."""
     config = TransformerLanguageModelConfig()
     options = saved_model_options(state, path)
     if "decoder_embed_dim" not in options:
@@ -125,21 +112,46 @@ def language_model_config(state: dict[str, Any], path: str | Path) -> Transforme
     for name in config.__dataclass_fields__:
         if name in options and not name.startswith("_"):
             setattr(config, name, _checked(name, options[name], getattr(config, name), path))
-    width = config.decoder_embed_dim
-    config.decoder_input_dim = options.get("decoder_input_dim") or width
-    config.decoder_output_dim = options.get("decoder_output_dim") or width
-    for name in ("add_bos_token", "tpu"):
+    config.decoder_input_dim = options.get("decoder_input_dim") or config.decoder_embed_dim
+    config.decoder_output_dim = options.get("decoder_output_dim") or config.decoder_embed_dim
+    for name in ("add_bos_token", "tpu", "checkpoint_activations"):
         setattr(config, name, False)
     for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop"):
-        setattr(config, name, 0.0)
+        setattr(config, name, 0.0)  # the authors fine-tune without, whatever pretraining had (docs/protocol.md)
     config.tokens_per_sample = options.get("tokens_per_sample") or 2048
     config.max_target_positions = options.get("max_target_positions") or config.tokens_per_sample
-    for name in ("max_target_positions", "tokens_per_sample"):
+    for name in POSITIONS:
         if isinstance(getattr(config, name), str):  # an interpolation that was never resolved
             setattr(config, name, 2048)
-    config.checkpoint_activations = False
     _check_sizes(config, state.get("model"), path)
     return config
+
+
+def dense_options(shape: Mapping[str, int], positions: int) -> dict[str, Any]:
+    """fairseq's options of a dense language model: pre-norm, gelu, sinusoidal positions, tied embeddings."""
+    return {
+        "decoder_layers": shape["layers"],
+        **dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), shape["width"]),
+        "decoder_ffn_embed_dim": shape["ffn"],
+        "decoder_attention_heads": shape["heads"],
+        "decoder_normalize_before": True,
+        "share_decoder_input_output_embed": True,
+        "decoder_learned_pos": False,
+        "activation_fn": "gelu",
+        "tokens_per_sample": positions,
+        "max_target_positions": positions,
+    }
+
+
+def build_model(
+    config: TransformerLanguageModelConfig, dictionary: Dictionary, seed: int | None
+) -> TransformerLanguageModel:
+    """fairseq's model with its random initialisation from `seed`; None: with whatever is in memory."""
+    vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    with without_initialisation() if seed is None else torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return TransformerLanguageModel.build_model(config, vocabulary)
 
 
 def _checked(name: str, value: Any, default: Any, path: str | Path) -> Any:
@@ -157,10 +169,7 @@ def _checked(name: str, value: Any, default: Any, path: str | Path) -> Any:
 
 
 def _check_sizes(config: TransformerLanguageModelConfig, weights: Any, path: str | Path) -> None:
-    """Every size is a whole number that a model can have, and layers and width are those of the weights in the file.
-
-    So nothing larger than the file is ever made in memory.
-    """
+    """Every size is one that a model can have and the weights in the file do have: nothing larger is ever made."""
     for name, high in SIZES.items():
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= high:
@@ -181,7 +190,6 @@ def _check_sizes(config: TransformerLanguageModelConfig, weights: Any, path: str
     if table is not None and (table.dim() != 2 or table.shape[1] != config.decoder_input_dim):
         shape = tuple(table.shape)
         raise UserError(f"{path}: names a width of {config.decoder_input_dim}, its embeddings have the shape {shape}")
-    inner = names.get("layers.0.fc1.weight")
-    if inner is not None and tuple(inner.shape) != (config.decoder_ffn_embed_dim, config.decoder_embed_dim):
-        wanted = (config.decoder_ffn_embed_dim, config.decoder_embed_dim)
+    inner, wanted = names.get("layers.0.fc1.weight"), (config.decoder_ffn_embed_dim, config.decoder_embed_dim)
+    if inner is not None and tuple(inner.shape) != wanted:
         raise UserError(f"{path}: names a feed-forward layer of {wanted}, its weights have {tuple(inner.shape)}")

@@ -1,14 +1,10 @@
-"""A model as files: a fairseq checkpoint with dictionary and tokenizer, or a Hugging Face folder.
-
-Also checkpoints of random weights, to stand in for one.
-"""
+"""A model as files: a fairseq checkpoint, also of random weights, with dictionary and tokenizer, or a HF folder."""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +15,13 @@ from fairseq.tokenizer import tokenize_line
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import DEMO_MODEL, sha256_of
-from fairseq_icl.models.checkpoints import is_hugging_face, language_model_config, read_checkpoint
+from fairseq_icl.models.checkpoints import (
+    build_model,
+    dense_options,
+    is_hugging_face,
+    language_model_config,
+    read_checkpoint,
+)
 from fairseq_icl.models.hugging_face import HFModel, read_folder
 from fairseq_icl.prompts import Encode, Writing
 
@@ -30,8 +32,6 @@ TOKENIZER_FILES = {
     "sentencepiece": {"sentencepiece_model": "sentencepiece.bpe.model"},
 }
 """The flags of fairseq's tokenizers and the names their files have beside a published checkpoint."""
-DECODERS: dict[str, Callable[[str], str]] = {"sentencepiece": lambda piece: piece.replace("\u2581", " ")}
-"""Symbol -> text where the tokenizer's own way back would lose the space in front of a word."""
 POSITIONS = 2048
 """Longest prompt of the dense language models."""
 
@@ -80,23 +80,15 @@ class ModelFiles:
         if self.hugging_face is not None:
             return self.hugging_face.writing
         dictionary = self.load_dictionary()
-        bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
+        encode = line_encoder(dictionary, self._load_bpe())
         positions = POSITIONS  # of random weights that are not made yet
         if self.checkpoint.exists():
             found = language_model_config(read_checkpoint(self.checkpoint), self.checkpoint)
             positions = found.max_target_positions
-        eos = (dictionary.eos(),)
-        encode = line_encoder(dictionary, bpe)
-        newline = tuple(encode("\n"))
+        bos, eos, unknown, newline = dictionary.bos(), dictionary.eos(), dictionary.unk(), tuple(encode("\n"))
+        newline = () if unknown in newline else newline
         return Writing(
-            encode=encode,
-            max_positions=positions,
-            bos=dictionary.bos(),
-            separator=eos,
-            line_break=eos,
-            unknown=dictionary.unk(),
-            eos=dictionary.eos(),
-            newline=() if dictionary.unk() in newline else newline,
+            encode, positions, bos, separator=(eos,), line_break=(eos,), unknown=unknown, eos=eos, newline=newline
         )
 
     def spell(self, tokens: Sequence[int]) -> list[str]:
@@ -105,15 +97,18 @@ class ModelFiles:
 
     @cached_property
     def _spelled(self) -> Callable[[int], str]:
-        if self.hugging_face is not None:
-            folder = self.hugging_face
-            return lru_cache(maxsize=None)(lambda token: folder.vocabulary.decode([token]))
-        dictionary, decode = self.load_dictionary(), DECODERS.get(self.bpe or "")
-        if self.bpe and decode is None:
-            bpe = load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
-            decode = bpe.decode if bpe is not None else None
-        spelled = decode or (lambda symbol: f" {symbol}")  # words, without a tokenizer
-        return lru_cache(maxsize=None)(lambda token: str(spelled(dictionary[token])))
+        folder, dictionary = self.hugging_face, self.load_dictionary()
+        if folder is not None:
+            return cache(lambda token: folder.decode([token]))
+        if not self.bpe:  # its symbols are words
+            return lambda token: f" {dictionary[token]}"
+        if self.bpe == "sentencepiece":  # whose own way back would lose the space in front of a word
+            return lambda token: dictionary[token].replace("\u2581", " ")
+        bpe = self._load_bpe()
+        return cache(lambda token: bpe.decode(dictionary[token]))
+
+    def _load_bpe(self) -> Any:
+        return load_bpe(self.bpe, **{name: str(path) for name, path in self.tokenizer.items()})
 
 
 def find_files(
@@ -146,16 +141,10 @@ def find_files(
     bpe = find_tokenizer(beside) if bpe == "auto" else bpe
     if bpe is not None and bpe not in TOKENIZER_FILES:
         raise UserError(f"bpe={bpe}: not a tokenizer known here; choose from {', '.join(TOKENIZER_FILES)}")
-    named = tokenizer_files or {}
-    return ModelFiles(
-        name=name or ("demo" if checkpoint == DEMO_MODEL else checkpoint.resolve().parent.name) or "model",
-        checkpoint=checkpoint,
-        dictionary=Path(dictionary or beside / "dict.txt"),
-        bpe=bpe,
-        tokenizer={
-            flag: Path(named.get(flag) or beside / file) for flag, file in TOKENIZER_FILES.get(bpe or "", {}).items()
-        },
-    )
+    name = name or ("demo" if checkpoint == DEMO_MODEL else checkpoint.resolve().parent.name) or "model"
+    named, usual = tokenizer_files or {}, TOKENIZER_FILES.get(bpe or "", {})
+    found = {flag: Path(named.get(flag) or beside / file) for flag, file in usual.items()}
+    return ModelFiles(name, checkpoint, Path(dictionary or beside / "dict.txt"), bpe, found)
 
 
 def find_tokenizer(folder: Path) -> str:
@@ -168,14 +157,10 @@ def find_tokenizer(folder: Path) -> str:
 
 
 def line_encoder(dictionary: Dictionary, bpe: Any | None) -> Encode:
-    """line -> ids of its pieces in the dictionary, without EOS; without `bpe` the pieces are its words.
+    """line -> ids of its pieces, by what `load_bpe` returns, in the dictionary, without EOS."""
+    _check_match(dictionary, bpe)
 
-    `bpe` is what fairseq's `build_bpe` returns. Lines that recur (label words, shared inputs) are encoded once.
-    """
-    if bpe is not None:
-        _check_match(dictionary, bpe)
-
-    @lru_cache(maxsize=4096)
+    @lru_cache(maxsize=4096)  # label words and shared inputs recur
     def encode(line: str) -> tuple[int, ...]:
         pieces = line if bpe is None else bpe.encode(line)
         return tuple(dictionary.index(piece) for piece in tokenize_line(pieces))
@@ -218,7 +203,7 @@ def load_bpe(name: str | None, **files: str | None) -> Any | None:
 def _check_match(dictionary: Dictionary, bpe: Any) -> None:
     """Refuse BPE files that do not belong together or to the dictionary: they would turn every text into nonsense."""
     pieces: list[str] = []
-    if hasattr(bpe, "bpe") and hasattr(bpe.bpe, "bpe_ranks"):  # gpt2
+    if hasattr(getattr(bpe, "bpe", None), "bpe_ranks"):  # gpt2
         pieces = [str(number) for number in bpe.bpe.encoder.values()]
         if any("".join(pair) not in bpe.bpe.encoder for pair in bpe.bpe.bpe_ranks):
             raise UserError("--gpt2-vocab-bpe has merges that --gpt2-encoder-json does not know; use one model's files")
@@ -233,32 +218,13 @@ def _check_match(dictionary: Dictionary, bpe: Any) -> None:
 
 
 def random_model_options(shape: Mapping[str, int]) -> Namespace:
-    """Options of a dense language model: pre-norm, gelu, sinusoidal positions, tied embeddings."""
-    return Namespace(
-        arch="transformer_lm_gpt",
-        task="language_modeling",
-        decoder_layers=shape["layers"],
-        decoder_embed_dim=shape["width"],
-        decoder_input_dim=shape["width"],
-        decoder_output_dim=shape["width"],
-        decoder_ffn_embed_dim=shape["ffn"],
-        decoder_attention_heads=shape["heads"],
-        decoder_normalize_before=True,
-        share_decoder_input_output_embed=True,
-        decoder_learned_pos=False,
-        activation_fn="gelu",
-        tokens_per_sample=POSITIONS,
-        max_target_positions=POSITIONS,
-    )
+    """Options of a dense language model, as its checkpoint holds them."""
+    return Namespace(arch="transformer_lm_gpt", task="language_modeling", **dense_options(shape, POSITIONS))
 
 
 def random_model(dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> TransformerLanguageModel:
-    """A model of a dense language model's kind with fairseq's random initialisation."""
-    config = language_model_config({"args": random_model_options(shape)}, "random")
-    both = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return TransformerLanguageModel.build_model(config, both)
+    """A dense language model with fairseq's random initialisation."""
+    return build_model(language_model_config({"args": random_model_options(shape)}, "random"), dictionary, seed)
 
 
 def save_random_model(path: Path, dictionary: Dictionary, shape: Mapping[str, int], seed: int = 1) -> None:

@@ -29,15 +29,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fairseq_icl.compat.models import replaced_linear
+from fairseq_icl.compat.models import replaced, replaced_linear
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.pretrained_lm import (
-    LINEARIZED_MARK,
-    PretrainedLM,
-    Result,
-    call_with_weights,
-    check_trained_weights,
-)
+from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM, Result, call_with_weights, put_weights
 
 _linear = functional.linear
 
@@ -61,18 +55,28 @@ class LinearizedLM(PretrainedLM):
         # Activation checkpointing would run layers again after their weights have been put back, so it is undone.
         super().__init__(unwrap_checkpoint(decoder))
         self._in_pass = False
-        self._slots = _find_slots(self, list(trained_names))
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
-        for slots in self._slots.values():
-            module, attribute = slots[0]
-            weight = getattr(module, attribute).detach()
+        parameters, names = dict(self.named_parameters(remove_duplicate=False)), list(trained_names)
+        unknown = [name for name in names if name not in parameters]
+        if unknown:
+            first = next(iter(parameters))
+            raise UserError(f"--train-parameters: no parameter {unknown[0]!r}; the first of the model is {first!r}")
+        name_of = {id(parameters[name]): name for name in reversed(names)}  # of tied weights the first
+        self._names = list(reversed(name_of.values()))
+        deltas: dict[str, nn.Parameter] = {}
+        self.requires_grad_(False)
+        for name in self._names:
+            path, _, attribute = name.rpartition(".")
+            weight = parameters[name].detach()
             # A buffer follows .half() and .to(device) with its module; checkpoints hold the deltas only.
-            module.register_buffer(f"{attribute}_base", weight, persistent=False)
-            delta = nn.Parameter(torch.zeros_like(weight))
-            for tied_module, tied_attribute in slots:
-                tied_module._parameters[tied_attribute] = delta
-        self._refuse_calls_outside_evaluate()
+            self.get_submodule(path).register_buffer(f"{attribute}_base", weight, persistent=False)
+            deltas[name] = nn.Parameter(torch.zeros_like(weight))
+        for module in self.modules():
+            for attribute, held in module._parameters.items():
+                if id(held) in name_of:
+                    module._parameters[attribute] = deltas[name_of[id(held)]]
+        # Every module on the way to a trained parameter says so if it is run while it holds a delta.
+        for path in {name.rsplit(".", depth)[0] for name in self._names for depth in range(1, name.count(".") + 1)}:
+            self.get_submodule(path).register_forward_pre_hook(self._check_in_pass)
 
     @classmethod
     def around(cls, model: PretrainedLM) -> "LinearizedLM":
@@ -94,34 +98,30 @@ class LinearizedLM(PretrainedLM):
         moved = any(bool(delta.any()) for delta in deltas.values())
         # The tangents come first: at their peak of memory the graph of the value pass is not there yet.
         tangents = self._tangents(function, deltas) if moved else None
-        straight_through = {n: BaseWithGradientToDelta.apply(self._base_of(n), deltas[n]) for n in deltas}
-        values = self._pass(straight_through, function)
+        straight_through = BaseWithGradientToDelta.apply
+        values = self._pass({n: straight_through(self.get_buffer(f"{n}_base"), deltas[n]) for n in deltas}, function)
         if tangents is None:
             return values
         leaves, structure = tree_flatten(values)
-        result: Result = tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
-        return result
+        return tree_unflatten([_add(*pair) for pair in zip(leaves, tangents, strict=True)], structure)
 
     def forward(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Linearized logits (batch, tokens, vocabulary), with the linearized rest of what the decoder returns."""
-        self._refuse_cache(kwargs)
-        return self.evaluate(lambda: self.decoder(src_tokens, **kwargs))
+        return self._run(self.decoder, src_tokens, **kwargs)
 
     def extract_features(self, src_tokens: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Linearized features (batch, tokens, width), with the linearized rest of what the decoder returns."""
-        self._refuse_cache(kwargs)
-        return self.evaluate(lambda: self.decoder.extract_features(src_tokens, **kwargs))
+        return self._run(self.decoder.extract_features, src_tokens, **kwargs)
+
+    def _run(self, function: Callable[..., Result], src_tokens: Tensor, **kwargs: Any) -> Result:
+        if kwargs.get("incremental_state") is not None and not self._in_pass:
+            raise RuntimeError("a linearized model keeps no incremental state between calls: it runs each call twice")
+        return self.evaluate(lambda: function(src_tokens, **kwargs))
 
     @property
     def trained_names(self) -> list[str]:
         """Names of the deltas, which are those of the weights they are added to."""
-        return list(self._slots)
-
-    def forget(self) -> None:
-        """Undo fine-tuning: every delta is zero again."""
-        with torch.no_grad():
-            for delta in self._deltas().values():
-                delta.zero_()
+        return list(self._names)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The deltas, and a mark that they are deltas."""
@@ -134,23 +134,20 @@ class LinearizedLM(PretrainedLM):
         if LINEARIZED_MARK not in state_dict:
             raise UserError("the checkpoint was trained without --linearize; load it without --linearize")
         own = self._deltas()
-        deltas = {name: delta for name, delta in state_dict.items() if name != LINEARIZED_MARK}
+        zeros = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in own.items()}  # take no memory
+        deltas = zeros | state_dict
+        del deltas[LINEARIZED_MARK]
         for name in deltas:
             if name not in own:
                 raise UserError(f"the checkpoint trained {name}, this model does not; use its --train-parameters")
-        check_trained_weights(deltas, own)
-        self.forget()
-        with torch.no_grad():
-            for name, delta in deltas.items():
-                own[name].copy_(delta)
-        # No copy of the base is needed: at a delta of zero the expansion is the pretrained model itself.
-        self.base_state = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in own.items()}
+        put_weights(deltas, own)
+        self.base_state = zeros  # where the expansion is the pretrained model itself
 
     def _tangents(self, function: Callable[[], Any], deltas: Mapping[str, Tensor]) -> list[Tensor | None]:
         """J delta of each leaf that `function` returns; None for a leaf that does not depend on the deltas."""
         # Inference mode would drop the tangents without a word. Of the attention kernels only MATH has forward AD.
         with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
-            duals = {name: forward_ad.make_dual(self._base_of(name), delta) for name, delta in deltas.items()}
+            duals = {name: forward_ad.make_dual(self.get_buffer(f"{name}_base"), deltas[name]) for name in deltas}
             try:
                 with replaced_linear(dual_linear):
                     leaves = tree_leaves(self._pass(duals, function))
@@ -161,54 +158,20 @@ class LinearizedLM(PretrainedLM):
                     f"--linearize: no forward derivative with respect to {', '.join(kinds)} ({reason}); "
                     "train other parameters (--train-parameters) or leave out --linearize"
                 ) from error
-            return [forward_ad.unpack_dual(leaf).tangent if _is_real(leaf) else None for leaf in leaves]
+            real = [leaf if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in leaves]
+            return [None if leaf is None else forward_ad.unpack_dual(leaf).tangent for leaf in real]
 
     def _pass(self, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
         """Run `function` with these tensors in the places of the deltas."""
-        self._in_pass = True
-        try:
+        with replaced(self, _in_pass=True):
             return call_with_weights(self, weights, function)
-        finally:
-            self._in_pass = False
 
     def _deltas(self) -> dict[str, Tensor]:
-        held = {name: slots[0][0]._parameters[slots[0][1]] for name, slots in self._slots.items()}
-        return {name: delta for name, delta in held.items() if delta is not None}
-
-    def _base_of(self, name: str) -> Tensor:
-        module, attribute = self._slots[name][0]
-        return getattr(module, f"{attribute}_base")
-
-    def _refuse_cache(self, kwargs: Mapping[str, Any]) -> None:
-        if kwargs.get("incremental_state") is not None and not self._in_pass:
-            raise RuntimeError("a linearized model keeps no incremental state between calls: it runs each call twice")
-
-    def _refuse_calls_outside_evaluate(self) -> None:
-        """Let every module on the way to a trained parameter say so if it is run while it holds a delta."""
-        paths = {name.rsplit(".", depth)[0] for name in self.trained_names for depth in range(1, name.count(".") + 1)}
-        for path in paths:
-            self.get_submodule(path).register_forward_pre_hook(self._check_in_pass)
+        return {name: self.get_parameter(name) for name in self._names}
 
     def _check_in_pass(self, module: nn.Module, inputs: Any) -> None:
         if not self._in_pass:
             raise RuntimeError(f"{type(module).__name__} of a linearized model runs only inside model.evaluate(fn)")
-
-
-def _find_slots(model: nn.Module, names: list[str]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Name -> all (module, attribute) that hold this parameter: several where weights are tied."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    unknown = [name for name in names if name not in parameters]
-    if unknown:
-        raise UserError(
-            f"--train-parameters: no parameter {unknown[0]!r}; the first of the model is {next(iter(parameters))!r}"
-        )
-    first_name = {id(parameters[name]): name for name in reversed(names)}
-    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in reversed(first_name.values())}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if id(parameter) in first_name:
-                slots[first_name[id(parameter)]].append((module, attribute))
-    return slots
 
 
 def _refuse_randomness(model: nn.Module) -> None:
@@ -217,16 +180,10 @@ def _refuse_randomness(model: nn.Module) -> None:
         dropout = isinstance(module, FairseqDropout | nn.Dropout) and module.p > 0
         always = getattr(module, "apply_during_inference", False)
         layer_drop = isinstance(module, LayerDropModuleList) and module.p > 0
-        quant_noise = any(
-            hook.__module__ == "fairseq.modules.quant_noise" for hook in module._forward_pre_hooks.values()
-        )
+        quant_noise = "fairseq.modules.quant_noise" in {h.__module__ for h in module._forward_pre_hooks.values()}
         if (module.training and (dropout or layer_drop or quant_noise)) or (dropout and always):
             kind = "dropout" if dropout else "LayerDrop" if layer_drop else "quantization noise"
             raise UserError(f"--linearize: {name} applies {kind} while training; a linearized model needs it to be 0")
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _add(value: Any, tangent: Tensor | None) -> Any:

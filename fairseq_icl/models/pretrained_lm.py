@@ -1,9 +1,10 @@
 """The model `pretrained_lm`: a decoder whose architecture and weights both come from files."""
 
+import re
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -11,15 +12,14 @@ from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqDecoder, FairseqLanguageModel, register_model
 from fairseq.models.transformer import TransformerDecoder
-from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor, nn
 
-from fairseq_icl.compat.models import without_initialisation
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import Rule, rule_of, set_rule, trained_rule
-from fairseq_icl.models.checkpoints import is_mapped, language_model_config, read_checkpoint, saved_model_options
-from fairseq_icl.models.hugging_face import HFModel, xglm
-from fairseq_icl.models.hugging_face.weights import check_files
+from fairseq_icl.models.attention import ORDINARY, rule_of, set_rule, trained_rule
+from fairseq_icl.models.checkpoints import build_model, language_model_config, read_checkpoint, saved_model_options
+from fairseq_icl.models.hugging_face import HFModel
+from fairseq_icl.models.hugging_face.weights import Keep, check_files, is_finite, load_weights
+from fairseq_icl.models.transformers_lm import load_folder
 from fairseq_icl.settings import Settings
 
 Result = TypeVar("Result")
@@ -31,8 +31,6 @@ LAYER_NORMS = ("self_attn_layer_norm.", "final_layer_norm.")
 FINAL_NORM = "layer_norm."
 LINEARIZED_MARK = "linearized"
 """Key in a checkpoint's model state which says that its tensors are deltas, not weights."""
-FINAL_NORM_VERSION = 3
-"""fairseq's marker for decoders with a final layer norm; without it fairseq removes that norm while loading."""
 MAPPED_BYTES = 2**28
 """How much of a checkpoint may be in memory beside the model while it is loaded."""
 
@@ -42,22 +40,11 @@ class PretrainedLMConfig(FairseqDataclass):
     """No options of its own: the checkpoint says everything, and the task says which checkpoint."""
 
 
-class _Caller(nn.Module):
-    """A module that calls a function: what `torch.func.functional_call` needs to hold weights for a function."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], Result]) -> Result:
-        return function()
-
-
 def call_with_weights(model: nn.Module, weights: Mapping[str, Tensor], function: Callable[[], Result]) -> Result:
     """What `function`, which uses `model`, computes while the model's parameters of these names have these values."""
-    named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    result: Result = torch.func.functional_call(_Caller(model), named, (function,))
-    return result
+    caller = nn.Module()  # torch puts weights into the parts of a module, and calls that
+    caller.model, caller.forward = model, function
+    return torch.func.functional_call(caller, {f"model.{name}": value for name, value in weights.items()}, ())
 
 
 @register_model("pretrained_lm", dataclass=PretrainedLMConfig)
@@ -79,15 +66,12 @@ class PretrainedLM(FairseqLanguageModel):
     @classmethod
     def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
         """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
-        decoder = load_decoder(
-            source,
-            dictionary,
-            init=settings.init,
-            final_norm=settings.final_norm,
-            seed=settings.seed,
-            dtype=DTYPES[settings.precision],
-        )
-        round_to(decoder, settings.precision)
+        dtype, chosen = DTYPES[settings.precision], {"init": settings.init, "final_norm": settings.final_norm}
+        decoder = load_decoder(source, dictionary, seed=settings.seed, dtype=dtype, **chosen).to(dtype)
+        for name, parameter in decoder.named_parameters():
+            if dtype != torch.float32 and not is_finite(parameter):
+                said = f"precision={settings.precision}: {name} has weights too large for it"
+                raise UserError(f"{said}; use precision=bf16 or fp32")
         perturb(decoder, settings.perturbation)  # after rounding, which would undo it
         if settings.attention == "linear":
             set_rule(decoder, replace(rule_of(decoder.layers[0].self_attn), linear=True))
@@ -99,10 +83,7 @@ class PretrainedLM(FairseqLanguageModel):
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def evaluate(self, function: Callable[[], Result], weights: Mapping[str, Tensor] | None = None) -> Result:
-        """What `function`, which runs the decoder, computes; with `weights`, under those in place of its own.
-
-        The linearized model overrides this: whatever is observed is computed through it.
-        """
+        """What `function`, which runs the decoder, computes; with `weights`, under those in place of its own."""
         return function() if weights is None else call_with_weights(self, weights, function)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PretrainedLM":
@@ -110,11 +91,6 @@ class PretrainedLM(FairseqLanguageModel):
         self.base_state = {name: fn(tensor) for name, tensor in self.base_state.items()}
         super()._apply(fn, recurse)
         return self
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether fine-tuned weights were put over the base; `base_state` leads back to it."""
-        return bool(self.base_state)
 
     def freeze_all_but(self, parts: str, *, biases: bool) -> None:
         """Only parameters whose name contains one of the comma-separated `parts` learn; their biases on request."""
@@ -130,8 +106,7 @@ class PretrainedLM(FairseqLanguageModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """What was trained, and nothing else: the rest is in the base checkpoint, to which the task refers."""
-        state = super().state_dict(*args, **kwargs)
-        trained = set(self.trained_names)
+        state, trained = super().state_dict(*args, **kwargs), set(self.trained_names)
         return {name: tensor for name, tensor in state.items() if name in trained}
 
     def load_state_dict(
@@ -141,27 +116,26 @@ class PretrainedLM(FairseqLanguageModel):
         parameters = dict(self.named_parameters())
         if LINEARIZED_MARK in state_dict:
             raise UserError("the checkpoint is of a linearized model: add --linearize")
-        check_trained_weights(state_dict, parameters)
-        self.base_state = {name: parameters[name].detach().clone() for name in state_dict}
-        with torch.no_grad():
-            for name, tensor in state_dict.items():
-                parameters[name].copy_(tensor)
+        before = {name: parameters[name].detach().clone() for name in state_dict if name in parameters}
+        put_weights(state_dict, parameters)
+        self.base_state = before
 
 
-def check_trained_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse fine-tuned weights that are not tensors of the base model's names and shapes, or not finite."""
+@torch.no_grad()
+def put_weights(weights: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Put fine-tuned weights into their places, if they are of the base model's names and shapes, and finite."""
     for name, tensor in weights.items():
         if name not in parameters:
             raise UserError(f"the checkpoint trained {name}, which the base model does not have")
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise UserError(f"{name} is no tensor of weights in the checkpoint: it is damaged or was altered")
         if tensor.shape != parameters[name].shape:
-            raise UserError(
-                f"{name} has the shape {tuple(tensor.shape)} in the checkpoint and {tuple(parameters[name].shape)} in "
-                "the base model: it was trained from another model"
-            )
-        if not bool(tensor.isfinite().all()):
+            shapes = f"{tuple(tensor.shape)} in the checkpoint and {tuple(parameters[name].shape)} in the base model"
+            raise UserError(f"{name} has the shape {shapes}: it was trained from another model")
+        if not is_finite(tensor):
             raise UserError(f"{name} holds NaN or infinite values in the checkpoint: train again with a lower --lr")
+    for name, tensor in weights.items():
+        parameters[name].copy_(tensor)
 
 
 def load_decoder(
@@ -188,90 +162,56 @@ def load_decoder(
                 f"{path.folder}: the dictionary ({len(dictionary):,} symbols) is not the one of this folder "
                 f"({len(path.dictionary):,}); leave out --dict"
             )
-        if path.is_fairseqs:
-            return _load_xglm(path, dictionary, init, final_norm, seed)
-        from fairseq_icl.models.transformers_lm import load_folder
-
-        check_files(path.weight_files())
-        return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype)
-    state = read_checkpoint(path)
-    config = language_model_config(state, path)
-    weights = {name.removeprefix("decoder."): tensor for name, tensor in state["model"].items()}
-    check_vocabulary(weights, dictionary, path)
-    rule = trained_rule(saved_model_options(state, path), path)
-    if init == "pretrained":
-        with without_initialisation():
-            decoder = _build(config, dictionary, rule)
-        del state, weights  # the file's mapping with all its pages in memory; see _load_all
-        _load_all(decoder, path)
-        return decoder
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        decoder = _build(config, dictionary, rule)
-    if init != "untrained":
-        _load_some(decoder, weights, LAYER_NORMS + (EMBEDDINGS if init == "trained-embeddings" else ()), path)
-        if final_norm == "lost":
-            decoder.layer_norm = None
-        else:
-            _load_some(decoder, weights, (FINAL_NORM,), path)
-    return decoder
-
-
-def _build(config: TransformerLanguageModelConfig, dictionary: Dictionary, rule: Rule) -> TransformerDecoder:
-    vocabulary = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    decoder: TransformerDecoder = TransformerLanguageModel.build_model(config, vocabulary).decoder
+        if path.fairseq_config is None:
+            check_files(path.weight_files())
+            return load_folder(path.folder, dictionary, init, final_norm, seed, dtype)
+        load: Callable[..., None] = load_weights
+        config, rule = path.fairseq_config, ORDINARY
+    else:
+        state = read_checkpoint(path)
+        config = language_model_config(state, path)
+        check_vocabulary(state["model"], dictionary, path)
+        rule = trained_rule(saved_model_options(state, path), path)
+        load = _load_weights
+        del state  # the file's mapping with all its pages in memory; see _load_weights
+    decoder = build_model(config, dictionary, None if init == "pretrained" else seed).decoder
     set_rule(decoder, rule)
-    return decoder
-
-
-def _load_xglm(model: HFModel, dictionary: Dictionary, init: str, final_norm: str, seed: int) -> FairseqDecoder:
-    """`load_decoder` for XGLM and dense LMs in its form."""
     if init == "pretrained":
-        return xglm.load_decoder(model, dictionary)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        decoder = xglm.build_decoder(model, dictionary)
-    if init != "untrained":
+        load(decoder, path, lambda name: True)
+    elif init != "untrained":
         parts = LAYER_NORMS + (EMBEDDINGS if init == "trained-embeddings" else ())
         if final_norm == "lost":
             decoder.layer_norm = None
         else:
             parts += (FINAL_NORM,)
-        xglm.load_weights(decoder, model, keep=lambda name: _module_name(name).startswith(parts))
+        # `layers.3.fc1.weight` is judged by `fc1.weight`, the decoder's own parameters by their whole names.
+        load(decoder, path, lambda name: re.sub(r"^layers\.\d+\.", "", name).startswith(parts))
     return decoder
 
 
-def round_to(decoder: nn.Module, precision: str) -> None:
-    """Round the weights of a decoder in fp32 to `precision`, in place."""
-    if precision == "fp32":
-        return
-    decoder.to(DTYPES[precision])
-    for name, parameter in decoder.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise UserError(f"precision={precision}: {name} has weights too large for it; use precision=bf16 or fp32")
-
-
-def check_vocabulary(weights: dict[str, Tensor], dictionary: Dictionary, path: str | Path) -> None:
+def check_vocabulary(weights: Mapping[str, Tensor], dictionary: Dictionary, path: str | Path) -> None:
     """The dictionary must have exactly as many symbols as the checkpoint has embeddings."""
-    if "embed_tokens.weight" not in weights:
+    name = "embed_tokens.weight"
+    embeddings = weights.get(f"decoder.{name}", weights.get(name))
+    if embeddings is None:
         raise UserError(f"{path}: no decoder.embed_tokens.weight among its weights: not a fairseq language model")
-    rows = len(weights["embed_tokens.weight"])
-    if rows != len(dictionary):
+    if len(embeddings) != len(dictionary):
         raise UserError(
-            f"{path}: the model has {rows:,} token embeddings, but the dictionary has {len(dictionary):,} symbols "
-            f"(4 special ones included): use the dict.txt that came with this checkpoint (--dict)"
+            f"{path}: the model has {len(embeddings):,} token embeddings, but the dictionary has {len(dictionary):,} "
+            f"symbols (4 special ones included): use the dict.txt that came with this checkpoint (--dict)"
         )
 
 
-def _load_all(decoder: TransformerDecoder, path: str | Path) -> None:
-    """Copy every weight and insist on completeness.
+@torch.no_grad()
+def _load_weights(decoder: TransformerDecoder, path: str | Path, keep: Keep) -> None:
+    """Copy the weights of a checkpoint that `keep` accepts, and insist on completeness.
 
     The pages of a mapped file count as memory once they were read, until the mapping is let go: so the file is mapped
     anew after every few tensors, and a model in fp16 needs its size in fp32 and no half of it more.
     """
     target, source = decoder.state_dict(keep_vars=True), _renamed_weights(decoder, path)
-    own = {name for name in target if not name.endswith("_float_tensor")}
-    missing, unexpected = sorted(own - set(source)), sorted(set(source) - set(target) - {"version"})
+    own = {name for name in target if keep(name) and not name.endswith("_float_tensor")}
+    missing, unexpected = sorted(own - set(source)), sorted(filter(keep, set(source) - set(target) - {"version"}))
     unexpected = [name for name in unexpected if not name.endswith(("_float_tensor", "embed_positions.weights"))]
     unexpected = [name for name in unexpected if not name.startswith("mevo_layer.")]  # of XGLM 4.5B, never used
     if missing or unexpected:
@@ -282,9 +222,18 @@ def _load_all(decoder: TransformerDecoder, path: str | Path) -> None:
         )
     read = 0
     for name in sorted(own - {"version"}):
-        _copy(target[name], source[name], name, path)
-        read += source[name].nbytes
-        if read > MAPPED_BYTES and is_mapped(path):
+        tensor, place = source[name], target[name]
+        if place.shape != tensor.shape:
+            shapes = f"has the shape {tuple(tensor.shape)}, its architecture says {tuple(place.shape)}"
+            raise UserError(f"{path}: decoder.{name} {shapes}")
+        if not tensor.is_floating_point():
+            raise UserError(f"{path}: decoder.{name} holds {tensor.dtype}, not weights; get a sound copy of the model")
+        place.copy_(tensor)
+        if not is_finite(place):
+            raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
+        read += tensor.nbytes
+        if read > MAPPED_BYTES and zipfile.is_zipfile(path):
+            del tensor
             read, source = 0, _renamed_weights(decoder, path)
 
 
@@ -293,37 +242,10 @@ def _renamed_weights(decoder: TransformerDecoder, path: str | Path) -> dict[str,
     saved = read_checkpoint(path)["model"]
     weights = {f"decoder.{name.removeprefix('decoder.')}": tensor for name, tensor in saved.items()}
     if "decoder.layer_norm.weight" in weights:
-        # Files written without the marker would lose their final layer norm to fairseq's upgrade of old formats.
-        weights.setdefault("decoder.version", torch.tensor([float(FINAL_NORM_VERSION)]))
+        # Without fairseq's marker of decoders with a final layer norm, its upgrade of old formats would remove it.
+        weights.setdefault("decoder.version", torch.tensor([3.0]))
     decoder.upgrade_state_dict_named(weights, "decoder")
     return {name.removeprefix("decoder."): tensor for name, tensor in weights.items()}
-
-
-def _load_some(decoder: TransformerDecoder, weights: dict[str, Tensor], parts: tuple[str, ...], path: Any) -> None:
-    """Copy the weights whose module is one of `parts` (of a layer, or of the decoder itself)."""
-    for name, target in decoder.state_dict(keep_vars=True).items():
-        if _module_name(name).startswith(parts) and name in weights:
-            _copy(target, weights[name], name, path)
-
-
-def _module_name(parameter: str) -> str:
-    """`layers.3.fc1.weight` -> `fc1.weight`; the decoder's own parameters keep their names."""
-    return ".".join(parameter.split(".")[2:]) if parameter.startswith("layers.") else parameter
-
-
-@torch.no_grad()
-def _copy(target: Tensor, source: Tensor, name: str, path: str | Path) -> None:
-    if target.shape != source.shape:
-        raise UserError(
-            f"{path}: decoder.{name} has the shape {tuple(source.shape)}, its architecture says {tuple(target.shape)}"
-        )
-    if not source.is_floating_point():
-        raise UserError(f"{path}: decoder.{name} holds {source.dtype}, not weights; get a sound copy of the model")
-    target.copy_(source)
-    if target.numel():
-        low, high = torch.aminmax(target)  # both are NaN if any value is
-        if not (low.isfinite() and high.isfinite()):
-            raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
 
 
 @torch.no_grad()
@@ -336,11 +258,6 @@ def perturb(model: nn.Module, draw: int) -> None:
     if draw:
         generator = torch.Generator().manual_seed(draw)
         for parameter in model.parameters():
-            parameter.copy_(moved(parameter, generator))
-
-
-def moved(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """The neighbours of the weights; zeros stay."""
-    up = torch.randint(0, 2, weights.shape, generator=generator, dtype=torch.bool).to(weights.device)
-    towards = torch.where(up, torch.inf, -torch.inf).to(weights.dtype)
-    return torch.where(weights == 0, weights, torch.nextafter(weights, towards))
+            up = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.bool).to(parameter.device)
+            towards = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(torch.where(parameter == 0, parameter, torch.nextafter(parameter, towards)))

@@ -30,11 +30,7 @@ class StateEdit:
         return heads
 
     def attention(self, layer: int, output: Tensor, received: Tensor, state: Tensor) -> Tensor:
-        """The attention's output, (R, d), instead of `output`.
-
-        `received` (R, d) is what the attention got, after the layer norm where the model has one there; `state` (R, d)
-        is what the layer got, to which its output is added.
-        """
+        """The attention's output, instead of `output`; it got `received`, the layer got `state`: (R, d) each."""
         return output
 
     def layer(self, layer: int, state: Tensor) -> Tensor:
@@ -49,10 +45,7 @@ class StateEdit:
 
 @contextmanager
 def edited(decoder: Any, edit: StateEdit | None, sequence: Tensor, position: Tensor) -> Iterator[None]:
-    """While open, passes of the decoder run with the edit at R tokens: number `position[r]` of `sequence[r]`.
-
-    Hooks that are to see edited states have to be registered inside.
-    """
+    """While open, passes of the decoder, and hooks set inside, see the edit at token `position[r]` of `sequence[r]`."""
     if edit is None:
         yield
         return
@@ -66,15 +59,16 @@ def edited(decoder: Any, edit: StateEdit | None, sequence: Tensor, position: Ten
         # The attention of fairseq lays out (T, B, H * D), that of transformers (B, T, H * D).
         place = by_time if isinstance(module, MultiheadAttention | RuledAttention) else by_batch
         given = args[0][place].unflatten(1, (module.num_heads, -1))  # (R, H, D)
-        return (_put(args[0], place, edit.heads(number, given).flatten(1)), *args[1:])
+        return (args[0].index_put(place, edit.heads(number, given).flatten(1).to(args[0])), *args[1:])
 
     def attention(number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], result: tuple[Any, ...]) -> Any:
         received = kwargs["query"] if "query" in kwargs else args[0]
         changed = edit.attention(number, result[0][by_time], received[by_time], states[number])
-        return (_put(result[0], by_time, changed), *result[1:])
+        return (result[0].index_put(by_time, changed.to(result[0])), *result[1:])
 
     def after(number: int, layer: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_put(result[0], by_time, edit.layer(number, result[0][by_time])), *result[1:])
+        changed = edit.layer(number, result[0][by_time])
+        return (result[0].index_put(by_time, changed.to(result[0])), *result[1:])
 
     with ExitStack() as hooks:
         for number, layer in enumerate(decoder.layers):
@@ -87,26 +81,17 @@ def edited(decoder: Any, edit: StateEdit | None, sequence: Tensor, position: Ten
         yield
 
 
-def _put(x: Tensor, place: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
-    """x with other rows at some places, as a new tensor."""
-    return x.index_put(place, rows.to(x))
-
-
 class Recorder(StateEdit):
     """Changes nothing and keeps what passes: a list for each layer, with one entry a pass."""
 
-    def __init__(self, wants_heads: bool = False) -> None:
-        self.states: dict[int, list[Tensor]] = {}
-        """What the layer puts out, (R, d)."""
-        self.received: dict[int, list[Tensor]] = {}
-        self.after_attention: dict[int, list[Tensor]] = {}
-        """The layer's input and the attention's output added, (R, d)."""
-        self.head_outputs: dict[int, list[Tensor]] = {}
-        self._wants_heads = wants_heads
+    sees_heads = False
 
-    @property
-    def sees_heads(self) -> bool:
-        return self._wants_heads
+    def __init__(self, wants_heads: bool = False) -> None:
+        self.states: dict[int, list[Tensor]] = {}  # what the layer puts out, (R, d)
+        self.received: dict[int, list[Tensor]] = {}
+        self.after_attention: dict[int, list[Tensor]] = {}  # the layer's input and the attention's output added, (R, d)
+        self.head_outputs: dict[int, list[Tensor]] = {}
+        self.sees_heads = wants_heads
 
     def heads(self, layer: int, heads: Tensor) -> Tensor:
         self.head_outputs.setdefault(layer, []).append(heads)

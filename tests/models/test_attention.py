@@ -13,8 +13,7 @@ from torch import Tensor
 import fairseq_icl as fi
 from fairseq_icl import tasks  # noqa: F401 - changes fairseq's command line
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.attention import Rule, set_rule, trained_rule
-from fairseq_icl.models.attention_lm import AttentionLM, AttentionLMConfig
+from fairseq_icl.models.attention import ORDINARY, AttentionLM, AttentionLMConfig, Rule, set_rule, trained_rule
 from fairseq_icl.models.files import load_dictionary
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM, load_decoder
@@ -147,7 +146,7 @@ def test_choices_that_make_no_sense_are_one_line(kind: str, eta: object, part: s
 
 
 def test_sgds_momentum_in_an_old_checkpoint_is_none_of_attention():
-    assert trained_rule(vars(Namespace(momentum=0.9, arch="transformer_lm"))).is_ordinary
+    assert trained_rule(vars(Namespace(momentum=0.9, arch="transformer_lm"))) == ORDINARY
 
 
 def test_sgd_whose_flag_has_the_same_name_is_refused_in_one_line():

@@ -41,7 +41,7 @@ def in_precision(decoder: FairseqDecoder, precision: torch.dtype) -> FairseqDeco
 def some_tokens(model: HFModel, batch: int = 2, length: int = 30) -> tuple[Tensor, Tensor]:
     """Token ids as transformers has them and as rows, (batch, length) each; padding is not among them."""
     rows = torch.randint(4, ROWS - 4, (batch, length), generator=torch.Generator().manual_seed(2))
-    rows[rows == model.pad] = 4
+    rows[rows == model.dictionary.pad()] = 4
     return torch.tensor(model.vocabulary.order)[rows], rows
 
 
@@ -106,7 +106,7 @@ def test_mapping_a_file_anew_changes_nothing(kind: str, tmp_path: Path, monkeypa
     if kind == "pytorch_model.bin":
         (folder / "model.safetensors").unlink()
         torch.save(reference.state_dict(), folder / kind)
-    monkeypatch.setattr("fairseq_icl.models.hugging_face.xglm.MAPPED", 0)
+    monkeypatch.setattr("fairseq_icl.models.hugging_face.weights.MAPPED", 0)
     state = load_decoder(folder).state_dict()
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
@@ -147,8 +147,8 @@ def test_dictionary_and_tokenizer_count_rows(name: str, tmp_path: Path) -> None:
     assert [model.dictionary[row] for row in ids[:2]] == tokenizer.encode(text).tokens[:2]
     assert model.decode(ids) == text
     assert len(model.dictionary) == ROWS == load_decoder(model).embed_tokens.num_embeddings
-    assert not {model.pad, model.dictionary.unk(), model.eos} & set(ids)
-    assert model.pad not in {model.bos, model.eos, *model.separator, model.dictionary.unk()}
+    assert not {model.dictionary.pad(), model.dictionary.unk(), model.dictionary.eos()} & set(ids)
+    assert model.dictionary.pad() not in {model.bos, model.dictionary.eos(), *model.separator, model.dictionary.unk()}
     assert all(model.dictionary.index(model.dictionary[row]) == row for row in range(ROWS))
 
 
@@ -156,7 +156,7 @@ def test_special_tokens_and_separators_follow_the_family(tmp_path: Path) -> None
     seen = {}
     for name in ("gpt2", "opt", "xglm", "dense", "llama"):
         model = read_folder(save(reference_model(name), tmp_path / name))
-        seen[name] = (model.bos, model.eos, model.decode(model.separator))
+        seen[name] = (model.bos, model.dictionary.eos(), model.decode(model.separator))
     assert seen == {
         "gpt2": (256, 257, "\n"),
         "opt": (2, 2, "\n"),
@@ -190,7 +190,7 @@ def test_a_tokenizer_that_begins_with_a_space_does_not_double_it(tmp_path: Path)
     symbols = [[model.dictionary[row] for row in model.encode_line(text)] for text in ("great", " great", "a great")]
     assert symbols == [["▁great"], ["▁great"], ["▁", "a", "▁great"]]
     assert [model.dictionary[row] for row in model.separator] == ["<0x0A>"]
-    assert (model.dictionary[model.pad], model.dictionary.unk()) == ("<0xFF>", 0)
+    assert (model.dictionary[model.dictionary.pad()], model.dictionary.unk()) == ("<0xFF>", 0)
 
 
 def test_xglm_reads_sentencepiece(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_xglm_reads_sentencepiece(tmp_path: Path) -> None:
 
 def test_padding_of_the_config_is_used_only_where_no_prompt_contains_it(tmp_path: Path) -> None:
     folder = save(reference_model("llama"), tmp_path)
-    assert read_folder(change_config(folder, pad_token_id=258)).pad == 258
+    assert read_folder(change_config(folder, pad_token_id=258)).dictionary.pad() == 258
     end = read_folder(change_config(folder, pad_token_id=257))
-    assert end.dictionary[end.pad] == "ÿ"
+    assert end.dictionary[end.dictionary.pad()] == "ÿ"
 
 
 def test_the_hash_covers_config_tokenizer_index_and_shards(tmp_path: Path) -> None:

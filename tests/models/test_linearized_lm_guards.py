@@ -14,9 +14,9 @@ def test_base_state_leads_back_to_the_pretrained_model_to_the_bit():
     moved = build(torch.float32)
     set_deltas(moved, random_deltas(moved, 10))
     model = build(torch.float32)
-    assert not model.is_trained
+    assert not model.base_state
     model.load_state_dict(moved.state_dict())
-    assert model.is_trained
+    assert model.base_state
     expected = PretrainedLM(build_decoder())(TOKENS)[0]
     assert torch.equal(model.evaluate(lambda: model(TOKENS)[0], model.base_state), expected)
     assert torch.equal(model.evaluate(lambda: model.decoder(TOKENS)[0], model.base_state), expected)
@@ -26,7 +26,7 @@ def test_base_state_leads_back_to_the_pretrained_model_to_the_bit():
 def test_forgetting_leads_back_to_the_pretrained_model_for_good():
     model = build(torch.float32)
     set_deltas(model, random_deltas(model, 10))
-    model.forget()
+    model.load_state_dict({LINEARIZED_MARK: torch.ones(1)})
     assert not any(model.get_parameter(name).any() for name in model.trained_names)
     assert torch.equal(model(TOKENS)[0], PretrainedLM(build_decoder())(TOKENS)[0])
 
@@ -83,7 +83,7 @@ def test_checkpoint_holds_deltas_with_a_mark_and_restores():
     assert set(state) == {*model.trained_names, LINEARIZED_MARK}
     restored = build(torch.float32)
     restored.load_state_dict(state)
-    assert restored.is_trained
+    assert restored.base_state
     assert torch.equal(restored(TOKENS)[0], model(TOKENS)[0])
 
 

@@ -120,7 +120,7 @@ def test_trained_part_alone_is_saved_and_comes_back_over_the_base(world: World, 
     model = PretrainedLM(load_decoder(world.model, dictionary))
     model.freeze_all_but("self_attn.v_proj", biases=True)
     base = logits(model.decoder)
-    assert not model.is_trained
+    assert not model.base_state
     with torch.no_grad():
         for name in model.trained_names:
             model.get_parameter(name).add_(0.5)
@@ -132,7 +132,7 @@ def test_trained_part_alone_is_saved_and_comes_back_over_the_base(world: World, 
     other.freeze_all_but("self_attn.v_proj", biases=True)
     other.load_state_dict(state)
     assert torch.equal(logits(other.decoder), trained)
-    assert other.is_trained
+    assert other.base_state
     assert torch.equal(other.evaluate(lambda: logits(other.decoder), other.base_state), base)
     assert torch.equal(logits(other.decoder), trained)
     assert torch.equal(model.evaluate(lambda: logits(model.decoder), other.base_state), base)
@@ -180,7 +180,7 @@ def test_finetuned_weights_that_do_not_fit_are_refused_and_change_nothing(
     before = logits(model.decoder)
     with pytest.raises(UserError, match=message):
         model.load_state_dict({"decoder.layers.0.fc2.bias": torch.ones(16), **change})
-    assert not model.is_trained
+    assert not model.base_state
     assert torch.equal(logits(model.decoder), before)
 
 

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's form: `folder` (config, `HFModel`), `tokenizer`, `weights`, `xglm` on fairseq's decoder."""
+"""Folders in Hugging Face's form: `folder` (config, `HFModel`), `tokenizer`, `weights`."""
 
 from fairseq_icl.models.hugging_face.folder import CONFIG, WEIGHT_FILES, HFModel, read_folder
 

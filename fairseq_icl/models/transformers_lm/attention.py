@@ -2,12 +2,12 @@
 
 transformers asks a registered function for the output of attention and hands it queries, keys and values, (B, H, T, D)
 each, after norms and rotation: exactly what a `Seam` wants. Which tokens see which is no longer its masks' business but
-that of the rule: an `examined` pass finds out which windows the masks stand for.
+that of the rule: an examined pass finds out which windows the masks stand for.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,10 +25,7 @@ class FamilySeam(Seam):
     """The seam of an attention module of transformers, with what the module does not say when it asks."""
 
     def __init__(self, scaling: float, window: int | None) -> None:
-        super().__init__()
-        self.scaling = scaling
-        self.window = window
-        self.rule = ORDINARY
+        self.scaling, self.window, self.rule = scaling, window, ORDINARY
 
 
 @dataclass(frozen=True)
@@ -39,25 +36,12 @@ class Call:
     query: Tensor  # (B, H, T, D)
     key: Tensor  # (B, H_kv, T, D)
     value: Tensor  # (B, H_kv, T, D_v)
-    scaling: float
-    """Of the scores, wherever the family multiplies by it."""
+    scaling: float  # of the scores, wherever the family multiplies by it
     window: int | None
 
 
-_calls: list[Call] | None = None
-"""What an examined pass has seen so far; None outside of one."""
-
-
-@contextmanager
-def examined() -> Iterator[list[Call]]:
-    """While open, a list fills with the calls of attention functions in passes of models that have no seams yet."""
-    global _calls
-    calls: list[Call] = []
-    _calls = calls
-    try:
-        yield calls
-    finally:
-        _calls = None
+calls: list[Call] | None = None
+"""While a model that has no seams yet is examined, what is asked of the attention function; None otherwise."""
 
 
 def attention_function(
@@ -76,19 +60,17 @@ def attention_function(
     """Attention as transformers asks for it: (B, T, H, D), and no weights. Dropout is off in everything run here."""
     for name, argument in others.items():
         if argument is not None and name not in IGNORED and not name.startswith(("output_", "return_")):
-            kind = type(module).__name__
-            raise UserError(
-                f"{kind} hands {name}={str(argument)[:40]} to attention, which is unknown here; use another model"
-            )
+            said = f"{type(module).__name__} hands {name}={str(argument)[:40]} to attention"
+            raise UserError(f"{said}, which is unknown here; use another model")
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     seam: FamilySeam | None = module.__dict__.get("seam")
     # The masks are what counts in transformers; not every family says its window as well.
     window = seam.window if seam is not None else sliding_window if attention_mask is None else attention_mask.window
     rule = replace(ORDINARY if seam is None else seam.rule, window=window, cap=softcap)
-    if seam is None and _calls is not None:
+    if seam is None and calls is not None:
         own = getattr(module, "scaling", None)
         whole = own if isinstance(own, float) and scaling == 1.0 else scaling  # OPT multiplies before it asks
-        _calls.append(Call(module, query, key, value, whole, window))
+        calls.append(Call(module, query, key, value, whole, window))
     groups = query.size(1) // key.size(1)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -99,25 +81,16 @@ def attention_function(
     return attend(rule, query, key, value, s_aux).transpose(1, 2), None
 
 
-@dataclass(frozen=True)
-class Mask:
-    """What an examined pass has in place of a mask."""
-
-    window: int | None
-
-
-def mask_function(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> Mask | None:
-    """transformers' question for a mask: there is none; examined passes find out which window it stands for."""
-    if _calls is None:
+def mask_function(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> SimpleNamespace | None:
+    """transformers' question for a mask: there is none; examined passes find out which `window` it stands for."""
+    if calls is None:
         return None
-    return Mask(window_of(mask_function, min(getattr(config, "max_position_embeddings", None) or 2**14, 2**17)))
+    longest = min(getattr(config, "max_position_embeddings", None) or 2**14, 2**17)
+    return SimpleNamespace(window=window_of(mask_function, longest))
 
 
 def window_of(mask: Callable[..., Any], longest: int) -> int | None:
-    """The window that a mask of transformers stands for, in prompts of `longest` tokens; None: all before a token.
-
-    A ValueError if it says anything else than: i sees j if j <= i and i - j < window.
-    """
+    """The window of a mask by which i sees j if j <= i and i - j < window; None: all before; any other: ValueError."""
 
     def seen(rows: Tensor) -> Tensor:  # (rows, longest)
         zero, columns = torch.zeros((), dtype=torch.long), torch.arange(longest)[None]
@@ -129,9 +102,3 @@ def window_of(mask: Callable[..., Any], longest: int) -> int | None:
     if not torch.equal(seen(rows), (distance >= 0) & (distance < window)):
         raise ValueError("neither causal nor a window")
     return window if window < longest else None
-
-
-def register(transformers: Any) -> None:
-    """Tell transformers of both functions; again and again does no harm."""
-    transformers.AttentionInterface.register(NAME, attention_function)
-    transformers.AttentionMaskInterface.register(NAME, mask_function)

@@ -6,8 +6,7 @@ number is copied for that. Every module is registered once, under the name that 
 (`layers.3.self_attn.k_proj.weight`): what is moved there stays in its old place as a plain attribute.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
 from torch import Tensor, nn
 
+from fairseq_icl.compat.models import replaced
 from fairseq_icl.models.attention import Rule
-from fairseq_icl.models.transformers_lm.attention import FamilySeam
-from fairseq_icl.models.transformers_lm.examination import Anatomy, Heads, Separated
+from fairseq_icl.models.transformers_lm.attention import Call, FamilySeam
+from fairseq_icl.models.transformers_lm.examination import Anatomy, Separated, place_of, positions_of
 
 NAMES = {"o_proj": "out_proj", "dense": "out_proj", "c_proj": "out_proj"}
 """Parts of an attention module -> what this package calls them."""
@@ -27,10 +27,16 @@ FEED_FORWARD = (("up_proj", "down_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "den
 
 def moved(parent: nn.Module, name: str) -> nn.Module:
     """The child of this name, from now on a plain attribute of `parent`, which somebody else has to register."""
-    child = parent._modules.pop(name)
-    assert child is not None
-    parent.__dict__[name] = child
+    child = parent.__dict__[name] = parent.get_submodule(name)
+    del parent._modules[name]
     return child
+
+
+def run_turned(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """What a module puts out that lays tokens and sequences out the other way round, and what else it returns."""
+    result = module(x.transpose(0, 1), *args, **kwargs)
+    output, *others = result if isinstance(result, tuple) else (result,)
+    return output.transpose(0, 1), tuple(others)
 
 
 class Turned(nn.Module):
@@ -42,16 +48,11 @@ class Turned(nn.Module):
         self.others = others
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = self.__dict__["inner"](hidden_states.transpose(0, 1), *args, **kwargs)
-        output, others = result[:2] if isinstance(result, tuple) else (result, None)
-        output = output.transpose(0, 1)
-        return (output, *(others or (None,) * self.others)) if self.others else output
+        output, others = run_turned(self.__dict__["inner"], hidden_states, *args, **kwargs)
+        return (output, *((others and others[0]) or (None,) * self.others)) if self.others else output
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["inner"].block, name)
+        return getattr(self.__dict__["inner"].block, name)  # what transformers asks its own module for
 
 
 class Attention(nn.Module):
@@ -59,10 +60,11 @@ class Attention(nn.Module):
 
     self_attention = True
 
-    def __init__(self, block: nn.Module, heads: Heads) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.scaling = heads.heads, heads.head_dim, heads.scaling
-        self.seam = FamilySeam(heads.scaling, heads.window)
+        _, self.num_heads, _, self.head_dim = call.query.shape
+        self.scaling, self.seam = call.scaling, FamilySeam(call.scaling, call.window)
+        block = call.module
         block.__dict__["seam"] = self.seam
         for name in list(block._modules):
             part = moved(block, name)
@@ -83,23 +85,21 @@ class Attention(nn.Module):
     def rule(self, rule: Rule) -> None:
         self.seam.rule = rule
 
-    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Attention of `query` (T, B, d) to itself and its past, with output projection: (T, B, d)."""
         self.called_with = {"args": args, "kwargs": kwargs}
-        result = self.block(query.transpose(0, 1), *args, **kwargs)
-        output, others = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
-        return output.transpose(0, 1), others
+        return run_turned(self.block, query, *args, **kwargs)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of x (T, B, d) at the positions of the last pass: (B, H, T, D) each."""
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        before = self.seam.look, self.seam.stand_in
-        self.seam.look = lambda *parts: seen.append(parts)
-        self.seam.stand_in = lambda rule, query, key, value, sinks: torch.zeros_like(query[..., : value.size(-1)])
-        try:
+
+        def stand_in(rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+            seen.append((query, key, value))
+            return torch.zeros_like(query[..., : value.size(-1)])
+
+        with replaced(self.seam, look=None, stand_in=stand_in):
             self.block(x.transpose(0, 1), *self.called_with["args"], **self.called_with["kwargs"])
-        finally:
-            self.seam.look, self.seam.stand_in = before
         return seen[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer, (T, B, d) -> ((T, B, d), others, None); `block` is transformers' module."""
+    """A layer, (T, B, d) -> ((T, B, d), others, None), as fairseq's."""
 
     def __init__(self, block: nn.Module, self_attn: Attention, anatomy: Anatomy) -> None:
         super().__init__()
@@ -124,29 +124,26 @@ class Layer(nn.Module):
         whole = block._modules.get(anatomy.feed_forward or "")
         if whole is not None:
             self.__dict__["feed_forward"] = ([whole], whole)
-        for owner in (block,) if whole is None else (whole, block):
+        for owner in filter(None, (whole, block)):
             for first, last in FEED_FORWARD:
                 if isinstance(getattr(owner, first, None), nn.Linear) and "fc1" not in self.__dict__:
                     self.__dict__.update(fc1=getattr(owner, first), fc2=getattr(owner, last))
                     if hasattr(owner, "gate_proj"):
                         self.__dict__["gate_proj"] = owner.gate_proj
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...] | None, None]:
-        result = self.block(x.transpose(0, 1), *args, **kwargs)
-        output, others = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
-        return output.transpose(0, 1), others, None
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return *run_turned(self.block, x, *args, **kwargs), None
 
 
 class Norm(nn.Module):
-    """A norm of transformers in fairseq's layout; what it receives is the state between attention and MLP."""
+    """A norm, (T, B, d) -> (T, B, d); what it receives is the state between attention and MLP."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.block(x.transpose(0, 1)).transpose(0, 1)
-        return normed
+        return run_turned(self.block, x)[0]
 
 
 class Scale(nn.Module):
@@ -172,33 +169,26 @@ class CappedHead(nn.Module):
 
 
 class TransformersDecoder(FairseqDecoder):
-    """A decoder of transformers; attributes are named as in fairseq's `TransformerDecoder`.
-
-    `dictionary` has one symbol per row of the embedding matrix; its padding symbol may only fill up sequences on the
-    right, where causal attention does not see it.
-    """
+    """A decoder of transformers; attributes are named as in fairseq's `TransformerDecoder`."""
 
     def __init__(self, model: Any, dictionary: Dictionary, anatomy: Anatomy) -> None:
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
         self.adaptive_softmax = self.embed_positions = None
-        self.family: str = model.config.model_type
-        self._positions: int = anatomy.positions
+        self._positions = positions_of(model.config)
         self.body: Any = anatomy.body
         head = model.get_output_embeddings()
-        self.embed_tokens: Any = moved(*anatomy.embedding)
+        self.embed_tokens: Any = moved(*place_of(model, model.get_input_embeddings()))
         self.layers = nn.ModuleList()
-        entries = anatomy.layers
-        for number, (block, call) in enumerate(zip(list(entries), anatomy.attention, strict=True)):
-            owner, name = call.place
-            attention = Attention(owner.get_submodule(name), call)
-            owner._modules[name] = Turned(attention, call.others)
+        for number, (block, call) in enumerate(zip(list(anatomy.layers), anatomy.attention, strict=True)):
+            owner, name = place_of(block, call.module)
+            attention = Attention(call)
+            owner._modules[name] = Turned(attention, anatomy.others[call.module])
             self.layers.append(Layer(block, attention, anatomy))
-            entries[number] = Turned(self.layers[-1], anatomy.others)
-        self.num_layers = len(self.layers)
-        self.layer_norm = moved(*anatomy.final_norm) if anatomy.final_norm is not None else None
+            anatomy.layers[number] = Turned(self.layers[-1], anatomy.others[block])
         self._final_norm = anatomy.final_norm
-        self.project_out_dim: nn.Module | None = moved(*anatomy.projection) if anatomy.projection is not None else None
+        self.layer_norm = None if anatomy.final_norm is None else moved(self.body, anatomy.final_norm)
+        self.project_out_dim = None if anatomy.projection is None else moved(self.body, anatomy.projection)
         self.scale = None if anatomy.scale == 1.0 else Scale(anatomy.scale)
         if self.scale is not None:
             self.project_out_dim = self.scale
@@ -209,18 +199,12 @@ class TransformersDecoder(FairseqDecoder):
     def lose_final_norm(self) -> None:
         """Go without the final norm from now on."""
         if self._final_norm is not None:
-            owner, name = self._final_norm
-            owner.__dict__[name] = nn.Identity()
+            self.body.__dict__[self._final_norm] = nn.Identity()
             self.layer_norm = None
 
-    @contextmanager
-    def positions_from(self, start: int | Tensor) -> Iterator[None]:
+    def positions_from(self, start: int | Tensor) -> AbstractContextManager[None]:
         """While open, positions are counted from `start`: one for all sequences or one each, (B,)."""
-        before, self._start = self._start, start
-        try:
-            yield
-        finally:
-            self._start = before
+        return replaced(self, _start=start)
 
     def extract_features(
         self, prev_output_tokens: Tensor, encoder_out: None = None, incremental_state: Any = None, **_: Any
@@ -230,7 +214,7 @@ class TransformersDecoder(FairseqDecoder):
             raise NotImplementedError("a decoder of transformers keeps no incremental state here")
         tokens = prev_output_tokens
         if tokens.size(1) > 1 and bool(tokens[:, 0].eq(self.padding_idx).any()):
-            raise ValueError("sequences must be filled up on the right, not on the left")
+            raise ValueError("sequences must be filled up on the right, not on the left")  # where no token sees it
         start = torch.as_tensor(self._start, device=tokens.device)
         positions = (start[..., None] + torch.arange(tokens.size(1), device=tokens.device)).expand(tokens.shape)
         features = self.body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
