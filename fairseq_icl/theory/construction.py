@@ -24,6 +24,7 @@ Shapes: B tasks, N examples, Q queries, d inputs, m outputs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.theory.dual_form import Kernel, dot_product
 
 
-@dataclass(frozen=True)
-class Regression:
+class Regression(NamedTuple):
     """B linear regression tasks; `answers` are what a learner should predict for `queries`."""
 
     inputs: Tensor  # (B, N, d)
@@ -53,10 +53,7 @@ def random_regression(
     dtype: torch.dtype = torch.float64,
     variances: Tensor | None = None,
 ) -> Regression:
-    """Tasks as in the paper: x uniform in [-1, 1]^d, a teacher W with standard normal entries, y = W x (+ noise).
-
-    With `variances` (d,) the inputs are normal, with these.
-    """
+    """Tasks as in the paper: x uniform in [-1, 1]^d, or normal with `variances` (d,); y = W x (+ noise), W normal."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
@@ -79,12 +76,8 @@ class LinearSelfAttention:
     projection: Tensor
 
     def __call__(self, tokens: Tensor, context: int, kernel: Kernel = dot_product) -> Tensor:
-        """Tokens (B, N + Q, D) -> the same shape.
-
-        Args:
-            tokens: examples first, queries last.
-            context: N; only these tokens are attended to, so queries do not learn from each other.
-            kernel: makes the scores; with any other than the dot product it is no step of descent on W.
+        """Tokens (B, N + Q, D) -> the same shape. Only the first N = `context` are attended to, so queries, which come
+        last, do not learn from each other. With a `kernel` other than the dot product it is no step of descent on W.
         """
         seen = tokens[:, :context]
         scores = kernel(seen @ self.key.T, tokens @ self.query.T)  # (B, N + Q, N)
@@ -94,16 +87,7 @@ class LinearSelfAttention:
 def gradient_step_layer(
     width: int, outputs: int, examples: int, rate: float, transform: float = 0.0, initial: Tensor | None = None
 ) -> LinearSelfAttention:
-    """The construction's layer.
-
-    Args:
-        width: d.
-        outputs: m.
-        examples: N.
-        rate: eta.
-        transform: gamma of GD++; 0 is plain gradient descent.
-        initial: W_0 (m, d); zero if not given.
-    """
+    """The construction's layer for d, m, N, eta, gamma of GD++ (0: plain descent) and W_0 (m, d), zero if not given."""
     if rate == 0:
         raise UserError("rate: a step of size 0 has no layer (gamma is written as a multiple of eta)")
     if transform and initial is not None:
@@ -139,12 +123,9 @@ def gradient_descent(
 ) -> Tensor:
     """Predictions (B, Q, m) of W after len(rates) explicit steps on L(W) = 1/(2N) sum_i |W x_i - y_i|^2.
 
-    Args:
-        task: the tasks; each has a W of its own.
-        rates: (steps,) eta of every step; may require gradients.
-        transforms: (steps,) gamma of GD++; then W <- W - eta_l dL/dW M_l^T M_l and M <- (I - gamma_l M S M^T) M, with S
-            the covariance 1/N sum_i x_i x_i^T of the original inputs. None: plain descent, M = I.
-        initial: W_0 (m, d); zero if not given.
+    `rates` (steps,) are eta of every step, `transforms` (steps,) the gamma of GD++: W <- W - eta_l dL/dW M_l^T M_l and
+    M <- (I - gamma_l M S M^T) M, with S the covariance of the original inputs; without them M = I. `initial` is W_0
+    (m, d), zero if not given; each task has a W of its own.
     """
     batch, examples, width = task.inputs.shape
     weight = task.inputs.new_zeros(batch, task.targets.shape[2], width)  # (B, m, d)

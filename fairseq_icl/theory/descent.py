@@ -28,7 +28,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.construction import (
@@ -40,11 +40,10 @@ from fairseq_icl.theory.construction import (
     random_regression,
 )
 from fairseq_icl.theory.dual_form import Kernel, dot_product
-from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Record, exact
-from fairseq_icl.theory.trained import BATCH, INITIAL_SCALE, LinearSelfAttentionModel, agreement, train
+from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Record, exact, random_tasks
+from fairseq_icl.theory.trained import BATCH, LinearSelfAttentionModel, agreement, train
 
-VARIANCES = torch.tensor([4.0, 1.0, 1.0, 0.25, 0.25], dtype=torch.float64)
-"""Of the inputs, in what is trained here."""
+VARIANCES = torch.tensor([4.0, 1.0, 1.0, 0.25, 0.25], dtype=torch.float64)  # of the inputs, in what is trained here
 EXAMPLES, LENGTH = 10, 8
 
 
@@ -187,17 +186,6 @@ def tuned_transitions(task: States, plain: bool) -> Tensor:
     return found * identity if plain else found.view_as(identity)
 
 
-class TransitionModel(nn.Module):
-    """One layer of causal linear self-attention, all four matrices free."""
-
-    def __init__(self, width: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.matrices = nn.Parameter(torch.randn(4, 2 * width, 2 * width, generator=generator) * INITIAL_SCALE)
-
-    def forward(self, task: States) -> Tensor:
-        return next_states(LinearSelfAttention(*self.matrices.unbind(0)), task)
-
-
 def rbf(keys: Tensor, queries: Tensor) -> Tensor:
     """exp(-|x_i - x|^2 / 2)"""
     return torch.exp(-torch.cdist(queries, keys).square() / 2)
@@ -225,8 +213,7 @@ def functional_descent(task: Regression, rates: Tensor, kernel: Kernel) -> Tenso
     "the layers attend by the dot product",
 )
 def functional_steps(normal: Normal) -> tuple[float, float]:
-    generator = torch.Generator().manual_seed(int(normal(1).abs() * 1e6))
-    task, errors = random_regression(100, 12, 6, 2, generator=generator), []
+    task, errors = random_tasks(normal), []
     for kernel in (rbf, exponential):
         for depth in range(1, 6):
             rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
@@ -270,7 +257,7 @@ def _trained_preconditioner(seed: int) -> Record:
 
 def _trained_on_states(seed: int) -> Record:
     generator = torch.Generator().manual_seed(seed)
-    model = TransitionModel(4, generator)
+    model = LinearSelfAttentionModel(4, 4, 1, False, generator, lambda layers, task: next_states(layers[0], task))
     train(model, lambda: random_states(BATCH, generator, VARIANCES[:4], dtype=torch.float32), 800)
     tuning, unseen = (random_states(4_000, generator, VARIANCES[:4]) for _ in range(2))
     with torch.no_grad():

@@ -25,8 +25,7 @@ gradient statistics (Adam) has no such coefficients that hold for all entries of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -94,20 +93,16 @@ def example_weights(rules: list[SgdRule]) -> tuple[float, list[float]]:
     Runs torch's update on the coefficients instead of on the matrices: W and the momentum buffer are both linear
     combinations of W_0 and the gradients, so a vector of T + 1 numbers stands for each.
     """
-    weight = [1.0] + [0.0] * len(rules)  # coefficients of (W_0, G_1, ..., G_T)
-    buffer: list[float] | None = None
-    for step, rule in enumerate(rules, start=1):
-        change = [rule.weight_decay * coefficient for coefficient in weight]
-        change[step] += 1.0
+    units = torch.eye(len(rules) + 1, dtype=torch.float64)
+    weight, buffer = units[0], None  # coefficients of (W_0, G_1, ..., G_T)
+    for gradient, rule in zip(units[1:], rules, strict=True):
+        change = rule.weight_decay * weight + gradient
         if rule.momentum:
-            if buffer is None:  # torch starts the buffer with the first gradient, without dampening
-                buffer = change
-            else:
-                kept, added = rule.momentum, 1.0 - rule.dampening
-                buffer = [kept * old + added * new for old, new in zip(buffer, change, strict=True)]
-            change = [c + rule.momentum * m for c, m in zip(change, buffer, strict=True)] if rule.nesterov else buffer
-        weight = [w - rule.lr * c for w, c in zip(weight, change, strict=True)]
-    return weight[0], weight[1:]
+            # torch starts the buffer with the first gradient, without dampening
+            buffer = change if buffer is None else rule.momentum * buffer + (1.0 - rule.dampening) * change
+            change = change + rule.momentum * buffer if rule.nesterov else buffer
+        weight = weight - rule.lr * change
+    return float(weight[0]), weight[1:].tolist()
 
 
 @dataclass
@@ -120,7 +115,6 @@ class TrainingStep:
     unexplained: float  # |weight.grad - sum_i g_i x_i^T| / |weight.grad|; not 0: the weight is also used elsewhere
 
 
-@dataclass
 class DualRecorder:
     """Context manager that records a linear layer while it trains.
 
@@ -135,12 +129,10 @@ class DualRecorder:
     weights of q/k/v_proj directly and would record nothing, which `end_step` reports.
     """
 
-    layer: nn.Linear
-    steps: list[TrainingStep] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        bias = self.layer.bias
-        parts = [self.layer.weight] + ([] if bias is None else [bias[:, None]])
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.steps: list[TrainingStep] = []
+        parts = [layer.weight] + ([] if layer.bias is None else [layer.bias[:, None]])
         self.initial_weight = torch.cat(parts, dim=1).detach()  # (out, in), or (out, in + 1) with a bias
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -148,25 +140,19 @@ class DualRecorder:
         self._hook = self.layer.register_forward_hook(self._record)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
     def _record(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if not output.requires_grad:
-            return
-        inputs = args[0].detach().flatten(0, -2)
-
-        def keep(gradient: Tensor) -> None:  # on the output, so that x and g of the same pass stay together
-            self._pairs.append((inputs, gradient.detach().flatten(0, -2)))
-
-        output.register_hook(keep)
+        if output.requires_grad:
+            inputs = args[0].detach().flatten(0, -2)
+            # on the output, so that x and g of the same pass stay together
+            output.register_hook(lambda gradient: self._pairs.append((inputs, gradient.detach().flatten(0, -2))))
 
     def end_step(self, rule: SgdRule, gradient_scale: float = 1.0) -> None:
-        """Close a step; call it after backward and before optimizer.step.
+        """Close a step, after backward and before optimizer.step is about to apply the `rule`.
 
-        Args:
-            rule: what the optimizer is about to apply.
-            gradient_scale: factor by which the gradient was changed after backward (clipping, division by tokens).
+        `gradient_scale` is the factor by which the gradient was changed since backward (clipping, division by tokens).
         """
         if not self._pairs:
             raise UserError("nothing was recorded: the layer is not called as a module, or gets no gradient")
@@ -180,11 +166,7 @@ class DualRecorder:
         self.steps.append(TrainingStep(inputs, gradients, rule, unexplained))
 
     def dual_layer(self, rules: list[SgdRule] | None = None) -> "DualLayer":
-        """The trained layer in its dual form.
-
-        Args:
-            rules: one per step, in place of the recorded ones, to see what an unaccounted momentum does.
-        """
+        """The trained layer in its dual form; other `rules` than the recorded ones show what they leave unaccounted."""
         if not self.steps:
             raise UserError("no step was recorded: call end_step after every backward pass")
         kept, coefficients = example_weights([step.rule for step in self.steps] if rules is None else rules)

@@ -30,15 +30,9 @@ from fairseq_icl.errors import UserError
 
 
 def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
-    """dW = (W dA) a_0^T / |a_0|^2
+    """dW = (W dA) a_0^T / |a_0|^2 (..., out, in), of rank one for every token.
 
-    Args:
-        weight: W (out, in) of the MLP's first layer.
-        without: a_0 (..., in), the MLP's input at the token without context.
-        with_context: A(C, x) (..., in), the same with context.
-
-    Returns:
-        (..., out, in), of rank one for every token.
+    `weight` is W (out, in), `without` a_0 (..., in) and `with_context` A(C, x) (..., in).
     """
     size = without.square().sum(-1, keepdim=True)
     if bool((size == 0).any()):
@@ -60,9 +54,8 @@ def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tenso
 class BlockUpdate:
     """What to add to a block without context so that it equals the block with context at one token."""
 
-    first_weight: Tensor  # (hidden, d) dW, to the first linear layer of the MLP
+    weights: list[Tensor]  # (hidden, d) dW, to the first linear layer of the MLP and, if it has one, to its gate
     last_bias: Tensor  # (d,) dR, to the bias of its second
-    gate_weight: Tensor | None = None  # (hidden, d), to the gate that reads the same input, in an MLP that has one
 
 
 @contextmanager
@@ -96,18 +89,18 @@ def recorded_mlp(block: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]
 
 def block_update(block: nn.Module, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
     """The update of a decoder layer from what its MLP saw at one token, (d,) each: [without, with context]"""
-    first, *gate = (implicit_update(weight.detach(), inputs[0], inputs[1]) for weight in _first_weights(block))
-    return BlockUpdate(first, residuals[1] - residuals[0], *gate)
+    updates = [implicit_update(weight.detach(), inputs[0], inputs[1]) for weight in _first_weights(block)]
+    return BlockUpdate(updates, residuals[1] - residuals[0])
 
 
 @contextmanager
 def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
     """While open, the layer runs with the update; without its bias part if `bias` is False."""
     weights, last = _first_weights(block), _part(block, "fc2")
-    changes = [update.first_weight] + ([] if update.gate_weight is None else [update.gate_weight])
+
     old_weights, old_bias = [weight.detach().clone() for weight in weights], last.bias
     with torch.no_grad():
-        for weight, change in zip(weights, changes, strict=True):
+        for weight, change in zip(weights, update.weights, strict=True):
             weight.add_(change)
         if bias:  # a layer without bias gets one for as long
             moved = update.last_bias if old_bias is None else cast(Tensor, old_bias) + update.last_bias

@@ -16,7 +16,6 @@ change the linear part dW_ICL q still explains. Shapes: H heads, D their width, 
 T own tokens; every query vector may see all T own tokens (mask by passing fewer).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,13 +56,9 @@ class SoftmaxChange(NamedTuple):
 
 
 def softmax_change(query: Tensor, own: Heads, demonstrations: Heads, scale: float | None = None) -> SoftmaxChange:
-    """The change at equal queries and own tokens: only the demonstrations' keys and values come or go.
+    """The change at equal queries (H, n, D) and own tokens: only the demonstrations' keys and values come or go.
 
-    Args:
-        query: (H, n, D) query vectors, unscaled.
-        own: keys and values of the query's own tokens, (H, T, D).
-        demonstrations: keys and values of the demonstrations' tokens, (H, P, D).
-        scale: on q . k; D ** -0.5 if not given.
+    `scale`, on q . k, is D ** -0.5 if not given.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = torch.cat([demonstrations.key, own.key], dim=-2)
@@ -75,8 +70,7 @@ def softmax_change(query: Tensor, own: Heads, demonstrations: Heads, scale: floa
     return SoftmaxChange(zero_shot, weights @ value - zero_shot, share, only_demonstrations)
 
 
-@dataclass(frozen=True)
-class Explained:
+class Explained(NamedTuple):
     """How well a linear part l explains a change d over n query vectors; one number per head (or per leading index)."""
 
     relative_error: Tensor  # |d - l| / |d| as the formula stands: the relaxation also drops the normalisation
@@ -87,11 +81,7 @@ class Explained:
 
 
 def explain(change: Tensor, linear: Tensor) -> Explained:
-    """Compare a change of attention output with what a linear part predicts.
-
-    Args:
-        change: (..., n, D), for example `softmax_change(...).change`, or the change seen in a real model.
-        linear: (..., n, D), for example `relaxed_attention` to the demonstrations.
+    """A change of attention output (..., n, D), such as that of `softmax_change`, beside what a linear part predicts.
 
     For a whole layer pass (n, d) tensors after the output projection; then all results are single numbers.
     """
@@ -100,16 +90,16 @@ def explain(change: Tensor, linear: Tensor) -> Explained:
     def inner(first: Tensor, second: Tensor) -> Tensor:
         return (first * second).sum((-2, -1))
 
+    def error(predicted: Tensor) -> Tensor:
+        return inner(change - predicted, change - predicted).sqrt() / inner(change, change).sqrt().clamp_min(tiny)
+
     scale = inner(change, linear) / inner(linear, linear).clamp_min(tiny)
-    size = inner(change, change).sqrt().clamp_min(tiny)
-    scaled = scale[..., None, None] * linear
-    centred_change = change - change.mean(-2, keepdim=True)
-    centred_linear = linear - linear.mean(-2, keepdim=True)
+    centred_change, centred_linear = (part - part.mean(-2, keepdim=True) for part in (change, linear))
     spread = inner(centred_change, centred_change) * inner(centred_linear, centred_linear)
     return Explained(
-        relative_error=inner(change - linear, change - linear).sqrt() / size,
+        relative_error=error(linear),
         scale=scale,
-        scaled_error=inner(change - scaled, change - scaled).sqrt() / size,
+        scaled_error=error(scale[..., None, None] * linear),
         cosine=torch.cosine_similarity(change, linear, dim=-1).mean(-1),
         r2=torch.where(spread > 0, inner(centred_change, centred_linear).square() / spread, torch.nan),
     )
