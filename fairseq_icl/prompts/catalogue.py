@@ -68,10 +68,8 @@ class Options(Typed):
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_one_or_more)] = Field(alias="from")
     """Where they stand: one field holding a list, or one field an option; () where rows have none of their own."""
-    label: str = "{option}"
-    """The text to be scored for an option."""
-    names: str = ""
-    """The field with the options' names (A, B, C...) that the gold label refers to."""
+    label: str = "{option}"  # the text to be scored for an option
+    names: str = ""  # the field with the options' names (A, B, C...) that the gold label refers to
 
 
 class Hub(Typed):
@@ -107,28 +105,20 @@ class DatasetSpec(Typed):
     """What a dataset's YAML file says: where texts and labels stand in a row, and how a row becomes a prompt."""
 
     name: str
-    version: Annotated[int, Field(ge=1)]
-    """Raised whenever the template or the labels change."""
+    version: Annotated[int, Field(ge=1)]  # raised whenever the template or the labels change
     source: Text
-    fields: Texts
-    """Text fields that every row must have."""
-    template: Text
-    """The input text, with `{field}` for a field's text and `{option}` for the option's text."""
-    label: str = "label"
-    """The field that holds the gold label."""
-    label_words: Texts = ()
-    """One word a class; empty where every row brings its own options."""
-    label_names: Texts = ()
-    """The classes' names as the data files may spell them; a file may always use 0..C-1 as well."""
+    fields: Texts  # text fields that every row must have
+    template: Text  # the input text, with `{field}` for a field's text and `{option}` for the option's text
+    label: str = "label"  # the field that holds the gold label
+    label_words: Texts = ()  # one word a class; empty where every row brings its own options
+    label_names: Texts = ()  # the classes' names as the data files may spell them; a file may always use 0..C-1 as well
     options: Options = Options.model_construct(source=())
-    cut: dict[str, Text] = Field({})
-    """Fields cut in two at a mark: {"sentence": "_"} makes sentence_before and sentence_after."""
+    cut: dict[str, Text] = Field({})  # {"sentence": "_"} cuts it at the mark into sentence_before and sentence_after
     splits: Annotated[dict[Split, Text], AfterValidator(lambda given: HUB_SPLITS | given)] = Field(HUB_SPLITS)
     """The names that the Hugging Face version gives to our splits `train` and `valid`."""
     hub: Hub | None = None
     rows: dict[Split, KnownRows] = Field({})
-    papers: dict[str, dict[str, Any]] = Field({})
-    """Published settings a paper: k, seeds, learning_rate; empty beyond the papers' six datasets."""
+    papers: dict[str, dict[str, Any]] = Field({})  # published settings: k, seeds, learning_rate; six datasets have some
     note: str = ""
 
     @property
@@ -146,9 +136,8 @@ class DatasetSpec(Typed):
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
-        described = self.model_dump(exclude=NOT_OF_PROMPTS)
-        options = self.options
-        described |= {"options_from": options.source, "options_label": options.label, "options_names": options.names}
+        options = {f"options_{key}": value for key, value in self.options.model_dump(by_alias=True).items()}
+        described = self.model_dump(exclude=NOT_OF_PROMPTS) | options
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
     @model_validator(mode="after")
@@ -194,11 +183,8 @@ class DatasetSpec(Typed):
 
         A label text is a word or an option preceded by exactly one space, as the authors do.
         """
-        options = []
-        for option in row.options:
-            values = {**row.texts, "option": option}
-            options.append((fill(self.template, values), " " + fill(self.options.label, values).strip()))
-        return tuple(options)
+        options = ({**row.texts, "option": option} for option in row.options)
+        return tuple((fill(self.template, of), " " + fill(self.options.label, of).strip()) for of in options)
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
@@ -234,21 +220,18 @@ def find_spec(name: str, folder: str | Path) -> DatasetSpec:
 
 def load_spec(name_or_path: str) -> DatasetSpec:
     """The specification of a dataset of the catalogue, or of the user's own YAML file."""
-    if name_or_path in dataset_names():
-        return _of_catalogue(name_or_path)
+    names = dataset_names()
+    if name_or_path in names:
+        path = next(path for folder in folders() if (path := folder / f"{name_or_path}.yaml").is_file())
+        return parse_spec(read_yaml(path), str(path), name_or_path)
     if not name_or_path.endswith((".yaml", ".yml")):
-        close = difflib.get_close_matches(name_or_path.lower(), dataset_names(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(dataset_names())};"
+        close = difflib.get_close_matches(name_or_path.lower(), names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(names)};"
         raise UserError(f"dataset {name_or_path}: unknown; {hint} A dataset of your own is a path to a .yaml")
     spec = parse_spec(read_yaml(name_or_path), name_or_path, Path(name_or_path).stem)
-    if spec.name in dataset_names() and spec.fingerprint != _of_catalogue(spec.name).fingerprint:
+    if spec.name in names and spec.fingerprint != load_spec(spec.name).fingerprint:
         raise UserError(f"{name_or_path}: {spec.name} is another dataset's name in the catalogue; choose another name")
     return spec
-
-
-def _of_catalogue(name: str) -> DatasetSpec:
-    path = next(path for folder in folders() if (path := folder / f"{name}.yaml").is_file())
-    return parse_spec(read_yaml(path), str(path), name)
 
 
 def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:
