@@ -24,13 +24,10 @@ from fairseq_icl.typed import Typed, validated
 if TYPE_CHECKING:
     from fairseq_icl.prompts.readers import Row
 
-ENTRY_POINT_GROUP = "fairseq_icl.datasets"
 FOLDER = Path(__file__).parent / "datasets"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 Split = Literal["train", "valid"]
 HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation"}
-NOT_OF_PROMPTS = {"hub", "rows", "papers", "note", "source", "options"}
-"""Keys that do not decide what prompts look like, and the one whose parts stand in `fingerprint` by name."""
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -53,12 +50,11 @@ def _file_in_repository(value: str) -> str:
     return value
 
 
-def _one_or_more(value: Any) -> str | tuple[str, ...]:
-    return value if isinstance(value, str) and value.strip() else _texts(value)
-
-
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+OneOrMore = Annotated[
+    str | tuple[str, ...], BeforeValidator(lambda x: x if isinstance(x, str) and x.strip() else _texts(x))
+]
 Hash = Annotated[str, BeforeValidator(_hash)]
 FileInRepository = Annotated[Text, AfterValidator(_file_in_repository)]
 
@@ -66,8 +62,7 @@ FileInRepository = Annotated[Text, AfterValidator(_file_in_repository)]
 class Options(Typed):
     """Options that every row brings itself."""
 
-    source: Annotated[str | tuple[str, ...], BeforeValidator(_one_or_more)] = Field(alias="from")
-    """Where they stand: one field holding a list, or one field an option; () where rows have none of their own."""
+    source: OneOrMore = Field(alias="from")  # one field holding a list, or one field an option; () if rows have none
     label: str = "{option}"  # the text to be scored for an option
     names: str = ""  # the field with the options' names (A, B, C...) that the gold label refers to
 
@@ -136,8 +131,8 @@ class DatasetSpec(Typed):
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
-        options = {f"options_{key}": value for key, value in self.options.model_dump(by_alias=True).items()}
-        described = self.model_dump(exclude=NOT_OF_PROMPTS) | options
+        described = self.model_dump(exclude={"hub", "rows", "papers", "note", "source", "options"})
+        described |= {f"options_{key}": value for key, value in self.options.model_dump(by_alias=True).items()}
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
     @model_validator(mode="after")
@@ -179,10 +174,7 @@ class DatasetSpec(Typed):
         return self
 
     def render(self, row: "Row") -> tuple[tuple[str, str], ...]:
-        """(input text, label text) of every option of a row.
-
-        A label text is a word or an option preceded by exactly one space, as the authors do.
-        """
+        """(input text, label text) of every option of a row; a label follows exactly one space, as the authors do."""
         options = ({**row.texts, "option": option} for option in row.options)
         return tuple((fill(self.template, of), " " + fill(self.options.label, of).strip()) for of in options)
 
@@ -194,11 +186,8 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """Folders of the catalogue: the package's own, then those of installed packages.
-
-    A package offers a folder of YAML files by an entry point of the group `fairseq_icl.datasets` that names a path.
-    """
-    return (FOLDER, *(Path(point.load()) for point in entry_points(group=ENTRY_POINT_GROUP)))
+    """Folders of the catalogue: the package's own, then those that installed packages name by entry points."""
+    return (FOLDER, *(Path(point.load()) for point in entry_points(group="fairseq_icl.datasets")))
 
 
 def dataset_names(beside: str | Path | None = None) -> list[str]:

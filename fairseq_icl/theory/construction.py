@@ -1,8 +1,7 @@
 """One linear self-attention layer that is one step of gradient descent on a regression problem in its context.
 
 von Oswald et al. (2023, arXiv 2212.07677, proposition 1 and section 3). A prompt is N tokens e_i = (x_i, y_i) and one
-or more query tokens (x, -W_0 x). Linear self-attention with residual connection, which reads the keys and values of the
-N examples only,
+or more query tokens (x, -W_0 x). Linear self-attention with residual connection to the N examples only,
 
     e_j <- e_j + P sum_i (W_V e_i) (W_K e_i . W_Q e_j)
 
@@ -10,16 +9,11 @@ is one step of rate eta on L(W) = 1/(2N) sum_i |W x_i - y_i|^2 from W_0 when
 
     W_K = W_Q = [I 0; 0 0],     W_V = [0 0; W_0 -I],     P = (eta / N) I
 
-because the y part of token j becomes y_j - dW x_j with dW = -(eta / N) sum_i (W_0 x_i - y_i) x_i^T: the step appears as
-a change of the targets. The query's y part, negated, is the prediction (W_0 + dW) x. The next layer of the same
-weights meets the remaining targets and makes the next step.
-
-GD++ lets every layer transform the inputs as well: with -(gamma / eta) I in the upper left block of W_V,
-
-    x_j <- x_j - (gamma / N) sum_i x_i (x_i . x_j) = (I - gamma S) x_j,      S = 1/N sum_i x_i x_i^T of current inputs
-
-Seen from the original inputs this is gradient descent with a preconditioner: if M_l is the product of the transforms of
-the layers below l, then W <- W - eta dL/dW M_l^T M_l. `gradient_descent` computes it in this form, without tokens.
+because it makes y_j - dW x_j of y_j, with dW = -(eta / N) sum_i (W_0 x_i - y_i) x_i^T. The query's y part, negated, is
+the prediction (W_0 + dW) x; the next layer meets the remaining targets. In GD++, with -(gamma / eta) I in the upper
+left block of W_V, every layer also makes (I - gamma S) x_j of x_j, S = 1/N sum_i x_i x_i^T of its inputs. Seen from the
+original inputs this is descent with a preconditioner, W <- W - eta dL/dW M_l^T M_l, M_l being the product of the maps
+of the layers below l, and `gradient_descent` computes it in this form, without tokens.
 Shapes: B tasks, N examples, Q queries, d inputs, m outputs.
 """
 
@@ -27,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.theory.dual_form import Kernel, dot_product
@@ -49,7 +43,7 @@ def random_regression(
     outputs: int = 1,
     queries: int = 1,
     noise: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     dtype: torch.dtype = torch.float64,
     variances: Tensor | None = None,
 ) -> Regression:

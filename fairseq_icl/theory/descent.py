@@ -8,27 +8,25 @@ of linear self-attention one that minimises the expected loss makes one precondi
 because the loss of a given A is tr((C A - I) S (C A - I)^T) with C = 1/N sum_i x_i x_i^T, least at A = E[C^2]^-1 S, and
 E[C^2] = ((N + 1) S + tr(S) I) S / N for normal inputs. With few examples it is not S^-1, the step of Newton's method.
 
-**von Oswald et al. (2023b, arXiv 2309.05858).** States s_{t+1} = W s_t with another W in every sequence; a token holds
-a state and the one before, e_t = (s_t, s_{t-1}). Causal linear self-attention can predict every next state by one step
-from W = 0 on the loss of all transitions seen so far, 1/2 sum_{t' <= t} |s_t' - W s_{t'-1}|^2:
+**von Oswald et al. (2023b, arXiv 2309.05858).** States s_{t+1} = W s_t with another W in every sequence. Over tokens
+(s_t, s_{t-1}) causal linear self-attention can predict every next state by one step, with a preconditioner A or with
+A = eta I, from W = 0 on the loss of all transitions seen so far, 1/2 sum_{t' <= t} |s_t' - W s_{t'-1}|^2:
 
     prediction_t = sum_{t' <= t} s_t' (s_{t'-1} . A s_t)        W_V reads s_t', W_K reads s_{t'-1}, W_Q makes A s_t
 
-with A = eta I, or with a preconditioner A if the states vary more in some directions than in others. Here they do:
-W = D O D^-1 with O a random rotation, so that states have the covariance D^2 at all times.
+Here W = D O D^-1 with O a random rotation, so that states have the covariance D^2 at all times.
 
 **Cheng et al. (2024, arXiv 2312.06528).** Where scores are a kernel K(x_i, x_j) in place of the dot product, the layers
-of `construction` are steps of functional descent in the space of functions that belongs to K:
-
-    f <- f + eta/N sum_i (y_i - f(x_i)) K(x_i, .)
+of `construction` are steps in K's space of functions, f <- f + eta/N sum_i (y_i - f(x_i)) K(x_i, .)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.theory.construction import (
@@ -72,13 +70,12 @@ def all_normal_prompts(covariance: Tensor, examples: int) -> tuple[Regression, T
     every direction are enough; for the teacher, of which no power above the third counts in a gradient at such a layer,
     the unit vectors and their negatives are.
     """
-    width = len(covariance)
+    width, dtype = len(covariance), covariance.dtype
     nodes, weights = (-(3**0.5), 0.0, 3**0.5), (1 / 6, 2 / 3, 1 / 6)
-    root = torch.linalg.cholesky(covariance)
-    points = torch.tensor([*product(nodes, repeat=width)], dtype=covariance.dtype) @ root.T  # (3^d, d)
-    masses = torch.tensor([*product(weights, repeat=width)], dtype=covariance.dtype).prod(1)
+    grid, shares = (torch.tensor([*product(of, repeat=width)], dtype=dtype) for of in (nodes, weights))  # (3^d, d) each
+    points, masses = grid @ torch.linalg.cholesky(covariance).T, shares.prod(1)
     chosen = torch.tensor([*product(range(len(points)), repeat=examples + 1)])  # (B, N + 1)
-    units = torch.eye(width, dtype=covariance.dtype)
+    units = torch.eye(width, dtype=dtype)
     teachers = torch.cat([units, -units]).repeat_interleave(len(chosen), dim=0)  # (B, d)
     chosen = chosen.repeat(2 * width, 1)
     x = points[chosen]
@@ -109,8 +106,7 @@ def best_preconditioner(normal: Normal) -> tuple[float, float]:
     return right, wrong
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """Sequences of states; all but the first two are to be predicted from those before."""
 
     states: Tensor  # (B, T + 2, d)
@@ -121,15 +117,13 @@ class States:
         return self.states[:, 2:]
 
 
-def random_states(
-    count: int, generator: torch.Generator, variances: Tensor, length: int = LENGTH, dtype: torch.dtype = torch.float64
-) -> States:
+def random_states(count: int, generator: Generator, variances: Tensor, dtype: torch.dtype = torch.float64) -> States:
     """s_{t+1} = D O D^-1 s_t with a rotation O for every sequence and D^2 = diag(variances)."""
     width = len(variances)
     normal = torch.randn(count, width, width + 1, generator=generator, dtype=dtype)
     rotation = torch.linalg.qr(normal[..., :-1])[0]  # (B, d, d)
     states = [normal[..., -1]]
-    for _ in range(length + 1):
+    for _ in range(LENGTH + 1):
         states.append((rotation @ states[-1][..., None])[..., 0])
     return States(torch.stack(states, dim=1) * variances.sqrt().to(dtype))
 
@@ -168,10 +162,9 @@ def descended_transitions(task: States, preconditioner: Tensor) -> Tensor:
     "no causal mask: later transitions are learned from too",
 )
 def autoregressive_step(normal: Normal) -> tuple[float, float]:
-    generator = torch.Generator().manual_seed(int(normal(1).abs() * 1e6))
+    generator = Generator().manual_seed(int(normal(1).abs() * 1e6))
     task, preconditioner = random_states(50, generator, torch.ones(4)), normal(4, 4)
-    truth = descended_transitions(task, preconditioner)
-    layer = transition_layer(preconditioner)
+    truth, layer = descended_transitions(task, preconditioner), transition_layer(preconditioner)
     return relative_error(next_states(layer, task), truth), relative_error(next_states(layer, task, False), truth)
 
 
@@ -229,18 +222,15 @@ def run_descent(seed: int = 0) -> list[Record]:
 
 
 def _trained_preconditioner(seed: int) -> Record:
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     width, covariance = len(VARIANCES), VARIANCES.diag()
-
-    def tasks(count: int, dtype: torch.dtype) -> Regression:
-        return random_regression(count, EXAMPLES, width, generator=generator, dtype=dtype, variances=VARIANCES)
-
+    tasks = partial(random_regression, examples=EXAMPLES, width=width, generator=generator, variances=VARIANCES)
     model = LinearSelfAttentionModel(width, 1, 1, generator=generator)
     with torch.no_grad():  # from a start of the other sign it often ends in a worse minimum
         model.matrices[:, 1] = model.matrices[:, 0]
         model.matrices[:, 3] = -model.matrices[:, 2].transpose(1, 2)
-    train(model, lambda: tasks(BATCH, torch.float32), 800)
-    unseen = tasks(20_000, torch.float64)
+    train(model, lambda: tasks(BATCH, dtype=torch.float32), 800)
+    unseen = tasks(20_000)
     plain = best_rate(covariance, EXAMPLES) * torch.eye(width, dtype=torch.float64)
     layers = [preconditioned_layer(A, EXAMPLES) for A in (optimal_preconditioner(covariance, EXAMPLES), plain)]
     best, other = (agreement(model.double(), partial(predict, [layer]), unseen) for layer in layers)
@@ -256,7 +246,7 @@ def _trained_preconditioner(seed: int) -> Record:
 
 
 def _trained_on_states(seed: int) -> Record:
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     model = LinearSelfAttentionModel(4, 4, 1, False, generator, lambda layers, task: next_states(layers[0], task))
     train(model, lambda: random_states(BATCH, generator, VARIANCES[:4], dtype=torch.float32), 800)
     tuning, unseen = (random_states(4_000, generator, VARIANCES[:4]) for _ in range(2))
@@ -278,7 +268,7 @@ def _trained_on_states(seed: int) -> Record:
 
 
 def _matching_kernel(seed: int) -> Record:
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     task = random_regression(1_000, EXAMPLES, 2, generator=generator, queries=4)
     x = 3 * torch.cat([task.inputs, task.queries], dim=1)  # (B, N + Q, d)
     root = torch.linalg.cholesky(rbf(x, x) + 1e-8 * torch.eye(x.shape[1], dtype=x.dtype))

@@ -6,22 +6,18 @@ labels y_i = +-1, going through the examples one by one,
     primal   if y_t (w . x_t) <= 0:                     w <- w + y_t x_t
     dual     if y_t sum_i a_i y_i k(x_i, x_t) <= 0:     a_t <- a_t + 1
 
-With k(x, z) = x . z both make the same mistakes, w = sum_i a_i y_i x_i, and the dual's output sum_i (a_i y_i) (x_i . x)
-is unnormalised attention to the examples, with values a_i y_i; another k, such as a softmax, learns another function.
+With k(x, z) = x . z both make the same mistakes, and the dual's output sum_i (a_i y_i) (x_i . x) is unnormalised
+attention to the examples. Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798) say it of SGD. A layer y = W x + b
+that sees the inputs x_i and receives the loss gradients g_i = dL/dy_i is, after any number of steps,
 
-Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798) say it of SGD. A layer y = W x + b that sees the inputs x_i and
-receives the loss gradients g_i = dL/dy_i changes in one step by -lr sum_i g_i x_i^T. With e_i = -lr g_i, after any
-number of steps,
+    W x = W_0 x + sum_i e_i (x_i . x) = W_0 x + LinearAttn(values E, keys X, query x),           e_i = -lr g_i
 
-    W x = W_0 x + sum_i e_i (x_i . x) = W_0 x + LinearAttn(values E, keys X, query x)            (plain SGD)
-
-Training with momentum and weight decay is still linear in the recorded gradients, only with other coefficients:
+and with momentum and weight decay still linear in the recorded gradients, only with other coefficients:
 
     W = a W_0 + sum_s c_s G_s,      G_s = sum_{i in step s} g_i x_i^T,      e_i = c_s g_i
 
-`example_weights` finds a and c_s for torch's SGD. With momentum mu and a constant rate, for example,
-c_s = -lr (1 - mu^(T-s+1)) / (1 - mu): an early example weighs more than a late one. An optimizer that divides by
-gradient statistics (Adam) has no such coefficients that hold for all entries of W: the statement ends there.
+`example_weights` finds a and c_s for torch's SGD; with momentum mu and a constant rate c_s is -lr (1 - mu^(T-s+1)) /
+(1 - mu). An optimizer that divides by gradient statistics (Adam) has no such coefficients for all entries of W.
 """
 
 from collections.abc import Callable
@@ -32,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.metrics.vectors import l2_norm
+from fairseq_icl.metrics.vectors import relative_error
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """(keys (..., n, d), queries (..., m, d) or (d,)) -> scores (..., m, n) or (n,)"""
@@ -116,14 +112,7 @@ class TrainingStep:
 
 
 class DualRecorder:
-    """Context manager that records a linear layer while it trains.
-
-        with DualRecorder(layer) as recorder:
-            for batch in batches:
-                loss(batch).backward()
-                recorder.end_step(SgdRule.of(optimizer, layer.weight))
-                optimizer.step(); optimizer.zero_grad()
-        trained_layer = recorder.dual_layer()
+    """Context manager that records a linear layer while it trains; docs/theory.md shows its use.
 
     Reads module input and output, so the layer must be called as a module: fairseq's fused attention path reads the
     weights of q/k/v_proj directly and would record nothing, which `end_step` reports.
@@ -159,10 +148,8 @@ class DualRecorder:
         inputs = torch.cat([x for x, _ in self._pairs])
         gradients = torch.cat([g for _, g in self._pairs]) * gradient_scale
         self._pairs.clear()
-        unexplained = float("nan")
-        if self.layer.weight.grad is not None:
-            gap = self.layer.weight.grad - gradients.T @ inputs
-            unexplained = float(l2_norm(gap) / l2_norm(self.layer.weight.grad).clamp_min(torch.finfo(gap.dtype).tiny))
+        whole = self.layer.weight.grad
+        unexplained = float("nan") if whole is None else relative_error(gradients.T @ inputs, whole)
         self.steps.append(TrainingStep(inputs, gradients, rule, unexplained))
 
     def dual_layer(self, rules: list[SgdRule] | None = None) -> "DualLayer":
@@ -170,12 +157,9 @@ class DualRecorder:
         if not self.steps:
             raise UserError("no step was recorded: call end_step after every backward pass")
         kept, coefficients = example_weights([step.rule for step in self.steps] if rules is None else rules)
-        pairs = zip(self.steps, coefficients, strict=True)
-        return DualLayer(
-            initial_weight=kept * self.initial_weight,
-            keys=_widened(torch.cat([step.inputs for step in self.steps]), self.initial_weight),
-            values=torch.cat([coefficient * step.gradients for step, coefficient in pairs]),
-        )
+        keys = _widened(torch.cat([step.inputs for step in self.steps]), self.initial_weight)
+        values = torch.cat([by * step.gradients for step, by in zip(self.steps, coefficients, strict=True)])
+        return DualLayer(kept * self.initial_weight, keys, values)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,15 @@ C, into an MLP f(W a + b). With a_0 = A(x) without context and dA = A(C, x) - A(
 
     dW = (W dA) a_0^T / |a_0|^2            f((W + dW) a_0 + b) = f(W A(C, x) + b)
 
-so the block without context and with W + dW computes what the block with context and W computes, exactly, for this
-token. A residual stream around the MLP carries its own change dR, which a change of the last bias takes over (the
-paper's theorem for skip connections; Innocenti and Achour 2025, arXiv 2512.11255, for layer norms and all positions):
+exactly, for this token. The residual stream around the MLP carries its own change dR, which the last bias takes over
+(Innocenti and Achour 2025, arXiv 2512.11255, for layer norms and all positions):
 
     out = R + f_2(W a + b) + b_2:        W <- W + dW,   b_2 <- b_2 + dR
 
-An MLP with a gate, f_2(g(W_g a) * W a), has two matrices that read a; both get their own dW by the same formula.
-
-Demonstrations that come one by one give dW_1, dW_2, ...; the paper reads their differences as gradient steps of rate
-1/|a_0|^2 on the losses L_k(W) = trace(D_k^T W), D_k = W (A(C_k, x) - A(C_k+1, x)) a_0^T. What the statement is not: one
-dW that serves several tokens. `joint_update` finds that one where it exists.
+An MLP with a gate, f_2(g(W_g a) * W a), has two matrices that read a; both get their own dW by the same formula. As
+contexts grow, the differences of their dW are gradient steps of rate 1/|a_0|^2 on L_k(W) = trace(D_k^T W), D_k =
+W (A(C_k, x) - A(C_k+1, x)) a_0^T. What the statement is not: one dW that serves several tokens. `joint_update` finds
+that one where it exists.
 """
 
 from collections.abc import Iterator, Sequence

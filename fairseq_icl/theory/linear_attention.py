@@ -1,19 +1,18 @@
 """Attention to demonstrations as a change of weights: exact without softmax, measurable with it.
 
-Dai et al. (2023, arXiv 2212.10559, section 3). X' are the inputs of the demonstrations' tokens, X those of the query's
-own tokens, q a query vector. Without softmax and scale one head computes
+Dai et al. (2023, arXiv 2212.10559, section 3). With the demonstrations' tokens X', the query's own tokens X and a query
+vector q, one head without softmax and scale computes
 
     F(q) = W_V [X'; X] (W_K [X'; X])^T q = W_ZSL q + dW_ICL q
     W_ZSL = V^T K = sum_own v_t k_t^T,      dW_ICL = V'^T K' = sum_demonstrations v_i k_i^T
 
 so the demonstrations add one matrix (`weight_update`) that does not depend on q. Softmax attention normalises over both
-parts, and what is exact for it is another decomposition, with the share s(q) of attention that demonstrations receive:
+parts; for it another decomposition is exact, with the share s(q) of attention that demonstrations receive:
 
     o_ICL - o_ZSL = s(q) (o_demonstrations(q) - o_ZSL(q))
 
-Here the added part depends on q in a nonlinear way and shrinks what was there. `explain` measures how much of this
-change the linear part dW_ICL q still explains. Shapes: H heads, D their width, n query vectors, P demonstration tokens,
-T own tokens; every query vector may see all T own tokens (mask by passing fewer).
+`explain` measures how much of this change dW_ICL q still explains. Shapes: H heads, D their width, n query vectors, P
+demonstration tokens, T own tokens; every query vector may see all T own tokens (mask by passing fewer).
 """
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.models.attention import decayed_sum
@@ -77,7 +77,7 @@ def run_exact(seed: int = 0) -> list[Record]:
     """All exact statements, each on its own random problem; a second."""
     records = []
     for (statement, source, computed, premise), errors in EXACT_STATEMENTS:
-        generator = torch.Generator().manual_seed(seed)
+        generator = Generator().manual_seed(seed)
         value, broken = errors(partial(torch.randn, generator=generator, dtype=torch.float64))
         records.append(Record(statement, source, computed, value, premise, broken))
     return records
@@ -179,7 +179,7 @@ def softmax_decomposition(normal: Normal) -> tuple[float, float]:
 
 def random_tasks(normal: Normal) -> Regression:
     """100 regression tasks, 12 examples of 6 inputs and 2 outputs each."""
-    return random_regression(100, 12, 6, 2, generator=torch.Generator().manual_seed(int(normal(1).abs() * 1e6)))
+    return random_regression(100, 12, 6, 2, generator=Generator().manual_seed(int(normal(1).abs() * 1e6)))
 
 
 @exact(

@@ -12,11 +12,10 @@ and compared by their loss, the distance of their predictions, and the cosine of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.theory.construction import (
@@ -49,7 +48,7 @@ class LinearSelfAttentionModel(nn.Module):
         outputs: int,
         depth: int,
         tied: bool = False,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         predictor: Callable[[list[LinearSelfAttention], Any], Tensor] = predict,
     ) -> None:
         super().__init__()
@@ -94,8 +93,7 @@ def line_searched_rate(task: Regression) -> float:
     return float((unit * task.answers).sum() / unit.square().sum())
 
 
-@dataclass(frozen=True)
-class TunedDescent:
+class TunedDescent(NamedTuple):
     """Rates and input transforms, (steps,) each, that minimise the expected loss; all transforms 0: plain GD."""
 
     rates: Tensor
@@ -153,8 +151,7 @@ def sensitivities(predictor: Predictor, task: Regression) -> Tensor:
     return torch.autograd.grad(predictor(task._replace(queries=queries)).sum(), queries)[0]
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Two predictors on the same tasks."""
 
     loss: float  # of the first
@@ -186,10 +183,10 @@ def run_trained(seed: int = 0) -> list[Record]:
     """One and two trained layers beside tuned descent; compared in float64 on tasks that neither has seen."""
 
     def tasks(count: int, seed: int) -> Regression:
-        return random_regression(count, EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return random_regression(count, EXAMPLES, WIDTH, generator=Generator().manual_seed(seed))
 
     def trained(depth: int, steps: int) -> LinearSelfAttentionModel:
-        generator = torch.Generator().manual_seed(seed)
+        generator = Generator().manual_seed(seed)
         model = LinearSelfAttentionModel(WIDTH, 1, depth, generator=generator)
         train(model, lambda: random_regression(BATCH, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32), steps)
         return model.double()
