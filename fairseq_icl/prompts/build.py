@@ -21,6 +21,7 @@ from fairseq_icl.prompts.readers import Row, RowRecord, Split, compare_rows, rea
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
+warn_once = cache(logger.warning)  # of the rows of a dataset, which are read anew for every seed
 
 CONTENT_FREE = ("N/A", "[MASK]", "")  # inputs without content of Zhao et al. 2021 (arXiv 2102.09690, section 5)
 
@@ -112,8 +113,8 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     train = _read(folder, spec, "train", records)
     if k > len(train):
         raise UserError(
-            f"{train[0].place[0]}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} "
-            "rows; lower num_demonstrations"
+            f"{train[0].path}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} rows; "
+            "lower num_demonstrations"
         )
     chosen = sampling.demonstration_rows([row.gold for row in train], spec.label_words, settings)
     rows, trained_on = [train[i] for i in chosen], set(chosen)
@@ -123,7 +124,7 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
         valid = _read(folder, spec, "valid", records)
         asked = [valid[i] for i in sampling.shuffled(len(valid), sampling.VALIDATION_SEED)]
     if not asked:
-        raise UserError(f"queries=train: all rows of {train[0].place[0]} are demonstrations; lower num_demonstrations")
+        raise UserError(f"queries=train: all rows of {train[0].path} are demonstrations; lower num_demonstrations")
     queries = [encoder.query(row) for row in asked[: settings.max_validation]]
     demonstrations = [encoder.query(row) for row in rows]
     golds, switch_seed = [row.gold for row in rows], settings.switch_seed
@@ -164,14 +165,8 @@ def _read(folder: Path, spec: DatasetSpec, split: Split, records: dict[Split, Ro
         records[split] = replace(records[split], likeness=compared.likeness)
         if compared.is_doubtful:
             told = f"{spec.name}, {split}: {compared.text}"
-            _warn_once(f"{told}; a seed draws others (fairseq-icl fetch data {spec.name})")
+            warn_once(f"{told}; a seed draws others (fairseq-icl fetch data {spec.name})")
     return rows
-
-
-@cache
-def _warn_once(text: str) -> None:
-    """The rows of a dataset are read anew for every seed; once is enough."""
-    logger.warning(text)
 
 
 def _content_free(row: Row, spec: DatasetSpec, encoder: "RowEncoder") -> tuple[Query, ...]:

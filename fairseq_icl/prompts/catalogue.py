@@ -8,7 +8,6 @@ import difflib
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -75,12 +74,6 @@ class Hub(Typed):
     files: dict[Split, FileInRepository]
     sha256: dict[Split, Hash] = Field({})
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> "Hub":
-        if len(self.files) < len(HUB_SPLITS):
-            raise ValueError("files must name the file of train and that of valid")
-        return self
-
 
 class KnownRows(Typed):
     """The rows of a split that the papers used: how many, and the hash of all, or of single ones by their number."""
@@ -88,12 +81,6 @@ class KnownRows(Typed):
     count: Annotated[int, Field(ge=1)]
     sha256: Hash | None = None
     single: dict[Annotated[int, Field(ge=0)], Hash] = Field({})
-
-    @model_validator(mode="after")
-    def _has_such_rows(self) -> "KnownRows":
-        if any(row >= self.count for row in self.single):
-            raise ValueError("single must be a mapping from numbers of rows (from 0) to their sha256")
-        return self
 
 
 class DatasetSpec(Typed):
@@ -138,6 +125,13 @@ class DatasetSpec(Typed):
     @model_validator(mode="after")
     def _fits_together(self) -> "DatasetSpec":
         source = self.options.source
+        if self.hub and len(self.hub.files) < len(HUB_SPLITS):
+            raise ValueError("hub: files must name the file of train and that of valid")
+        for split, known_rows in self.rows.items():
+            if any(row >= known_rows.count for row in known_rows.single):
+                raise ValueError(
+                    f"rows.{split}: single must be a mapping from numbers of rows (from 0) to their sha256"
+                )
         for file_name in (self.name, *self.splits.values()):
             if re.search(r"[/\\\x00]|^[.=+@-]", file_name):
                 raise ValueError(f"{file_name!r} is part of file names and tables: no / or \\, none of . = + - @ first")
@@ -153,9 +147,8 @@ class DatasetSpec(Typed):
         if self.label_names and len(self.label_names) != number:
             raise ValueError(f"label_names has {len(self.label_names)} entries for {number} labels")
         for words in (self.label_words, self.label_names):
-            word, number = next(iter(Counter(words).most_common(1)), ("", 0))
-            if number > 1:
-                raise ValueError(f"label {word!r} stands twice in label_words or label_names")
+            if twice := [word for word in words if words.count(word) > 1]:
+                raise ValueError(f"label {twice[0]!r} stands twice in label_words or label_names")
         if unknown := set(self.cut) - set(self.fields):
             raise ValueError(f"cut.{min(unknown)}: not among fields")
         known = {*self.fields, *(f"{name}_{part}" for name in self.cut for part in ("before", "after"))}

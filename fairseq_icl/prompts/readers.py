@@ -34,15 +34,11 @@ class Row:
     """One labelled row: its texts, the options it offers and which of them is right."""
 
     index: int  # position among the split's rows, before any shuffling
-    place: tuple[Path, int]  # file and line, for messages
+    path: Path
+    where: str  # FILE:LINE, for messages
     texts: dict[str, str]
     options: tuple[str, ...]
     gold: int
-
-    @property
-    def where(self) -> str:
-        """`FILE:LINE` of this row."""
-        return f"{self.place[0]}:{self.place[1]}"
 
 
 def read_split(folder: Path, spec: DatasetSpec, split: Split) -> list[Row]:
@@ -186,7 +182,7 @@ def _check_row(spec: DatasetSpec, fields: dict[str, Any], index: int, path: Path
             f"{where}: {len(names)} names in {spec.options.names!r} for {len(options)} options; they must pair"
         )
     gold = _gold(_value(fields, spec.label, where), names, len(options), where)
-    return Row(index, (path, line), texts, options, gold)
+    return Row(index, path, where, texts, options, gold)
 
 
 def _value(fields: dict[str, Any], path: str, where: str) -> Any:

@@ -18,6 +18,7 @@ Shapes: B tasks, N examples, Q queries, d inputs, m outputs.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,10 +49,7 @@ def random_regression(
     variances: Tensor | None = None,
 ) -> Regression:
     """Tasks as in the paper: x uniform in [-1, 1]^d, or normal with `variances` (d,); y = W x (+ noise), W normal."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
+    normal = partial(torch.randn, generator=generator, dtype=dtype)
     teacher = normal(tasks, width, outputs)
     x = 2 * torch.rand(tasks, examples + queries, width, generator=generator, dtype=dtype) - 1
     if variances is not None:
@@ -128,7 +126,7 @@ def gradient_descent(
     covariance = task.inputs.transpose(1, 2) @ task.inputs / examples  # (B, d, d)
     transform = identity.expand(batch, -1, -1)
     gammas = torch.zeros_like(rates) if transforms is None else transforms
-    for rate, gamma in zip(rates, gammas, strict=True):
+    for rate, gamma in zip(rates.to(weight), gammas.to(weight), strict=True):
         residual = task.inputs @ weight.transpose(1, 2) - task.targets  # (B, N, m) W x_i - y_i
         gradient = residual.transpose(1, 2) @ task.inputs / examples  # (B, m, d)
         weight = weight - rate * gradient @ transform.transpose(1, 2) @ transform

@@ -23,7 +23,6 @@ of `construction` are steps in K's space of functions, f <- f + eta/N sum_i (y_i
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -38,7 +37,7 @@ from fairseq_icl.theory.construction import (
     random_regression,
 )
 from fairseq_icl.theory.dual_form import Kernel, dot_product
-from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Record, exact, random_tasks
+from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Pairs, Record, exact, random_tasks
 from fairseq_icl.theory.trained import BATCH, LinearSelfAttentionModel, agreement, train
 
 VARIANCES = torch.tensor([4.0, 1.0, 1.0, 0.25, 0.25], dtype=torch.float64)  # of the inputs, in what is trained here
@@ -97,43 +96,43 @@ def expected_gradient(layer: LinearSelfAttention, covariance: Tensor, examples: 
     "|gradient| / loss, expected over all prompts of N = 3 examples in 2 dimensions, in all entries of its matrices",
     "no preconditioner, best rate",
 )
-def best_preconditioner(normal: Normal) -> tuple[float, float]:
+def best_preconditioner(normal: Normal) -> Pairs:
     root = normal(2, 2)
     covariance = root @ root.T + 0.2 * torch.eye(2, dtype=root.dtype)
     plain = best_rate(covariance, 3) * torch.eye(2, dtype=root.dtype)
-    layers = (preconditioned_layer(matrix, 3) for matrix in (optimal_preconditioner(covariance, 3), plain))
-    right, wrong = (expected_gradient(layer, covariance, 3) for layer in layers)
-    return right, wrong
+    best, other = (preconditioned_layer(matrix, 3) for matrix in (optimal_preconditioner(covariance, 3), plain))
+    yield expected_gradient(best, covariance, 3), expected_gradient(other, covariance, 3)
 
 
-class States(NamedTuple):
-    """Sequences of states; all but the first two are to be predicted from those before."""
-
-    states: Tensor  # (B, T + 2, d)
-
-    @property
-    def answers(self) -> Tensor:
-        """(B, T, d)"""
-        return self.states[:, 2:]
-
-
-def random_states(count: int, generator: Generator, variances: Tensor, dtype: torch.dtype = torch.float64) -> States:
-    """s_{t+1} = D O D^-1 s_t with a rotation O for every sequence and D^2 = diag(variances)."""
+def random_states(count: int, generator: Generator, variances: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """s_{t+1} = D O D^-1 s_t, (B, T + 2, d), with a rotation O for every sequence and D^2 = diag(variances)."""
     width = len(variances)
     normal = torch.randn(count, width, width + 1, generator=generator, dtype=dtype)
     rotation = torch.linalg.qr(normal[..., :-1])[0]  # (B, d, d)
     states = [normal[..., -1]]
     for _ in range(LENGTH + 1):
         states.append((rotation @ states[-1][..., None])[..., 0])
-    return States(torch.stack(states, dim=1) * variances.sqrt().to(dtype))
+    return torch.stack(states, dim=1) * variances.sqrt().to(dtype)
 
 
-def next_states(layer: LinearSelfAttention, task: States, causal: bool = True) -> Tensor:
+def transitions(states: Tensor) -> Regression:
+    """States (B, T + 2, d) as tasks: examples s_{t-1} -> s_t, of which the query s_t may see those up to its own."""
+    return Regression(states[:, :-2], states[:, 1:-1], states[:, 1:-1], states[:, 2:])
+
+
+def next_states(layer: LinearSelfAttention, task: Regression, causal: bool = True) -> Tensor:
     """What linear self-attention over the tokens (s_t, s_{t-1}) predicts for the next states: (B, T, d)"""
-    tokens = torch.cat([task.states[:, 1:-1], task.states[:, :-2]], dim=-1)  # (B, T, 2 d)
+    tokens = torch.cat([task.targets, task.inputs], dim=-1)  # (B, T, 2 d)
     scores = dot_product(tokens @ layer.key.T, tokens @ layer.query.T)  # (B, T, T)
     attended = (scores.tril() if causal else scores) @ (tokens @ layer.value.T) @ layer.projection.T
-    return attended[..., : task.states.shape[2]]
+    return attended[..., : task.inputs.shape[2]]
+
+
+class TransitionModel(LinearSelfAttentionModel):
+    """One layer of causal linear self-attention, all four matrices free."""
+
+    def forward(self, task: Regression) -> Tensor:
+        return next_states(self.layers()[0], task)
 
 
 def transition_layer(preconditioner: Tensor) -> LinearSelfAttention:
@@ -143,15 +142,14 @@ def transition_layer(preconditioner: Tensor) -> LinearSelfAttention:
     return LinearSelfAttention(before, preconditioner @ now, now, identity)
 
 
-def descended_transitions(task: States, preconditioner: Tensor) -> Tensor:
+def descended_transitions(task: Regression, preconditioner: Tensor) -> Tensor:
     """The same predictions by explicit steps on the loss of the transitions so far, by autograd: (B, T, d)"""
     predictions = []
-    for now in range(1, task.states.shape[1] - 1):
-        weight = task.states.new_zeros(len(task.states), *preconditioner.shape).requires_grad_()  # (B, d, d)
-        before, after = task.states[:, :now], task.states[:, 1 : now + 1]
-        loss = (after - before @ weight.transpose(1, 2)).square().sum() / 2
+    for now in range(1, task.inputs.shape[1] + 1):
+        weight = task.inputs.new_zeros(len(task.inputs), *preconditioner.shape).requires_grad_()  # (B, d, d)
+        loss = (task.targets[:, :now] - task.inputs[:, :now] @ weight.transpose(1, 2)).square().sum() / 2
         step = -torch.autograd.grad(loss, weight)[0] @ preconditioner
-        predictions.append((step @ task.states[:, now, :, None])[..., 0])
+        predictions.append((step @ task.queries[:, now - 1, :, None])[..., 0])
     return torch.stack(predictions, dim=1)
 
 
@@ -161,16 +159,16 @@ def descended_transitions(task: States, preconditioner: Tensor) -> Tensor:
     "relative error against explicit steps by autograd, 50 sequences of 8 states in 4 dimensions",
     "no causal mask: later transitions are learned from too",
 )
-def autoregressive_step(normal: Normal) -> tuple[float, float]:
+def autoregressive_step(normal: Normal) -> Pairs:
     generator = Generator().manual_seed(int(normal(1).abs() * 1e6))
-    task, preconditioner = random_states(50, generator, torch.ones(4)), normal(4, 4)
+    task, preconditioner = transitions(random_states(50, generator, torch.ones(4))), normal(4, 4)
     truth, layer = descended_transitions(task, preconditioner), transition_layer(preconditioner)
-    return relative_error(next_states(layer, task), truth), relative_error(next_states(layer, task, False), truth)
+    yield relative_error(next_states(layer, task), truth), relative_error(next_states(layer, task, False), truth)
 
 
-def tuned_transitions(task: States, plain: bool) -> Tensor:
+def tuned_transitions(task: Regression, plain: bool) -> Tensor:
     """The A (d, d), or with `plain` the eta I, of least squared error over the given sequences."""
-    before, now = task.states[:, :-2], task.states[:, 1:-1]
+    before, now = task.inputs, task.queries
     seen = (now[..., None] * before[..., None, :]).cumsum(1)  # (B, T, d, d) sum of s_t' s_{t'-1}^T
     made = torch.einsum("btia,btk->btiak", seen, now).flatten(0, 2).flatten(1)  # of every entry of A
     identity = torch.eye(now.shape[2], dtype=now.dtype)
@@ -205,15 +203,14 @@ def functional_descent(task: Regression, rates: Tensor, kernel: Kernel) -> Tenso
     "largest relative error of predictions, kernels exp(-|x - z|^2 / 2) and exp(x . z), L = 1..5, 100 random tasks",
     "the layers attend by the dot product",
 )
-def functional_steps(normal: Normal) -> tuple[float, float]:
-    task, errors = random_tasks(normal), []
-    for kernel in (rbf, exponential):
-        for depth in range(1, 6):
-            rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
-            truth = functional_descent(task, rates, kernel)
-            layers = [gradient_step_layer(6, 2, 12, rate) for rate in rates.tolist()]
-            errors.append([relative_error(predict(layers, task, kernel=k), truth) for k in (kernel, dot_product)])
-    return max(right for right, _ in errors), min(wrong for _, wrong in errors)
+def functional_steps(normal: Normal) -> Pairs:
+    task = random_tasks(normal)
+    for kernel, depth in product((rbf, exponential), range(1, 6)):
+        rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
+        truth = functional_descent(task, rates, kernel)
+        layers = [gradient_step_layer(6, 2, 12, rate) for rate in rates.tolist()]
+        right, wrong = (relative_error(predict(layers, task, kernel=k), truth) for k in (kernel, dot_product))
+        yield right, wrong
 
 
 def run_descent(seed: int = 0) -> list[Record]:
@@ -247,9 +244,9 @@ def _trained_preconditioner(seed: int) -> Record:
 
 def _trained_on_states(seed: int) -> Record:
     generator = Generator().manual_seed(seed)
-    model = LinearSelfAttentionModel(4, 4, 1, False, generator, lambda layers, task: next_states(layers[0], task))
-    train(model, lambda: random_states(BATCH, generator, VARIANCES[:4], dtype=torch.float32), 800)
-    tuning, unseen = (random_states(4_000, generator, VARIANCES[:4]) for _ in range(2))
+    model = TransitionModel(4, 4, 1, generator=generator)
+    train(model, lambda: transitions(random_states(BATCH, generator, VARIANCES[:4], dtype=torch.float32)), 800)
+    tuning, unseen = (transitions(random_states(4_000, generator, VARIANCES[:4])) for _ in range(2))
     with torch.no_grad():
         found = model.double()(unseen)
     steps = [next_states(transition_layer(tuned_transitions(tuning, plain)), unseen) for plain in (False, True)]

@@ -19,7 +19,7 @@ that one where it exists.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,16 +57,19 @@ class BlockUpdate:
 
 
 @contextmanager
-def recorded_mlp(block: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def recorded_mlp(block: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """([a], [R]) of every pass: inputs of a layer's MLP (`fc1`, `fc2`), and the residual stream around it.
 
     With the norm in front (GPT-2's order) the residual stream is the layer's output without the MLP's, also where the
     MLP runs beside attention; with the norm behind it is the MLP's own input. Tensors come as the layer sees them,
     (length, batch, d) in fairseq.
     """
+    for name in ("fc1", "fc2"):
+        if not isinstance(getattr(block, name, None), nn.Module):
+            raise UserError(f"{type(block).__name__} has no {name}: not a decoder layer of fairseq's kind")
     inputs: list[Tensor] = []
     residuals: list[Tensor] = []
-    first, last = _part(block, "fc1"), _part(block, "fc2")
+    first, last = block.fc1, block.fc2
     outputs: list[Tensor] = []
     hooks = [first.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))]
     if block.normalize_before:
@@ -85,24 +88,22 @@ def recorded_mlp(block: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]
             hook.remove()
 
 
-def block_update(block: nn.Module, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
+def block_update(block: Any, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
     """The update of a decoder layer from what its MLP saw at one token, (d,) each: [without, with context]"""
     updates = [implicit_update(weight.detach(), inputs[0], inputs[1]) for weight in _first_weights(block)]
     return BlockUpdate(updates, residuals[1] - residuals[0])
 
 
 @contextmanager
-def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
+def applied(block: Any, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
     """While open, the layer runs with the update; without its bias part if `bias` is False."""
-    weights, last = _first_weights(block), _part(block, "fc2")
-
+    weights, last = _first_weights(block), block.fc2
     old_weights, old_bias = [weight.detach().clone() for weight in weights], last.bias
     with torch.no_grad():
         for weight, change in zip(weights, update.weights, strict=True):
             weight.add_(change)
         if bias:  # a layer without bias gets one for as long
-            moved = update.last_bias if old_bias is None else cast(Tensor, old_bias) + update.last_bias
-            last.bias = nn.Parameter(moved)
+            last.bias = nn.Parameter(update.last_bias if old_bias is None else old_bias + update.last_bias)
     try:
         yield
     finally:
@@ -112,14 +113,7 @@ def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterato
                 weight.copy_(old)
 
 
-def _first_weights(block: nn.Module) -> list[nn.Parameter]:
+def _first_weights(block: Any) -> list[nn.Parameter]:
     """The matrices (hidden, d) that read the MLP's input: fc1's and, in a gated MLP, the gate's."""
     gate = getattr(block, "gate_proj", None)
-    return [part.get_parameter("weight") for part in (_part(block, "fc1"), gate) if part is not None]
-
-
-def _part(block: nn.Module, name: str) -> nn.Module:
-    part = getattr(block, name, None)
-    if not isinstance(part, nn.Module):
-        raise UserError(f"{type(block).__name__} has no {name}: not a decoder layer of fairseq's kind")
-    return part
+    return [part.get_parameter("weight") for part in (block.fc1, gate) if part is not None]

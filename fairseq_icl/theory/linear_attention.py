@@ -34,13 +34,10 @@ def weight_update(key: Tensor, value: Tensor) -> Tensor:
     return value.transpose(-2, -1) @ key
 
 
-def relaxed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """sum_i v_i (k_i . q), token by token: query (..., n, D), key and value (..., P, D) -> (..., n, D)"""
-    return (query @ key.transpose(-2, -1)) @ value
-
-
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """sum_i softmax_i(scale q . k_i) v_i; shapes as above, scale D ** -0.5 if not given"""
+    """sum_i softmax_i(scale q . k_i) v_i, (..., n, D), of query (..., n, D), key and value (..., P, D)
+
+    `scale` is D ** -0.5 if not given."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return torch.softmax(scale * query @ key.transpose(-2, -1), dim=-1) @ value
 
@@ -55,13 +52,9 @@ class SoftmaxChange(NamedTuple):
 
 
 def softmax_change(query: Tensor, own: Heads, demonstrations: Heads, scale: float | None = None) -> SoftmaxChange:
-    """The change at equal queries (H, n, D) and own tokens: only the demonstrations' keys and values come or go.
-
-    `scale`, on q . k, is D ** -0.5 if not given.
-    """
+    """The change at equal queries (H, n, D) and own tokens: only the demonstrations' keys and values come or go."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    key = torch.cat([demonstrations.key, own.key], dim=-2)
-    value = torch.cat([demonstrations.value, own.value], dim=-2)
+    _, key, value = (torch.cat(pair, dim=-2) for pair in zip(demonstrations, own, strict=True))
     weights = torch.softmax(scale * query @ key.transpose(-2, -1), dim=-1)  # (H, n, P + T)
     zero_shot = softmax_attention(query, own.key, own.value, scale)
     only_demonstrations = softmax_attention(query, demonstrations.key, demonstrations.value, scale)

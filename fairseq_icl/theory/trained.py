@@ -12,7 +12,8 @@ and compared by their loss, the distance of their predictions, and the cosine of
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -38,23 +39,16 @@ INITIAL_SCALE = 0.1  # a layer multiplies four matrices, so larger ones explode 
 class LinearSelfAttentionModel(nn.Module):
     """`depth` layers of linear self-attention, (d + m) wide, each with free W_K, W_Q, W_V and P, drawn at random.
 
-    A `tied` model has one set of matrices for all layers, like a gradient descent that repeats its step. `predictor`
-    makes predictions of the layers and of tasks.
+    A `tied` model has one set of matrices for all layers, like a gradient descent that repeats its step.
     """
 
     def __init__(
-        self,
-        width: int,
-        outputs: int,
-        depth: int,
-        tied: bool = False,
-        generator: Generator | None = None,
-        predictor: Callable[[list[LinearSelfAttention], Any], Tensor] = predict,
+        self, width: int, outputs: int, depth: int, tied: bool = False, generator: Generator | None = None
     ) -> None:
         super().__init__()
         if depth < 1:
             raise UserError(f"depth {depth}: a model has at least one layer")
-        self.repeated, self.predictor = depth if tied else 1, predictor
+        self.repeated = depth if tied else 1
         start = torch.randn(1 if tied else depth, 4, width + outputs, width + outputs, generator=generator)
         self.matrices = nn.Parameter(start * INITIAL_SCALE)  # (sets, 4, D, D)
 
@@ -62,12 +56,12 @@ class LinearSelfAttentionModel(nn.Module):
         """The layers bottom first; a tied model gives the same one `depth` times."""
         return [LinearSelfAttention(*matrices.unbind(0)) for matrices in self.matrices.unbind(0)] * self.repeated
 
-    def forward(self, task: Any) -> Tensor:
-        """Predictions for the queries of regression tasks: (B, Q, m)"""
-        return self.predictor(self.layers(), task)
+    def forward(self, task: Regression) -> Tensor:
+        """Predictions for the queries: (B, Q, m)"""
+        return predict(self.layers(), task)
 
 
-def train(model: nn.Module, draw_tasks: Callable[[], Any], steps: int, lr: float = 0.01) -> None:
+def train(model: nn.Module, draw_tasks: Callable[[], Regression], steps: int, lr: float = 0.01) -> None:
     """Train on fresh tasks (with their `answers`) of every step: Adam, cosine-decayed rate, clipped gradient.
 
     The rate decays so that the weights settle: the comparison below is about the optimum, not about noise around it.
@@ -93,24 +87,13 @@ def line_searched_rate(task: Regression) -> float:
     return float((unit * task.answers).sum() / unit.square().sum())
 
 
-class TunedDescent(NamedTuple):
-    """Rates and input transforms, (steps,) each, that minimise the expected loss; all transforms 0: plain GD."""
+def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False) -> partial[Tensor]:
+    """`gradient_descent` with the rates and, if `plus`, input transforms that minimise its mean loss over given tasks.
 
-    rates: Tensor
-    transforms: Tensor
-
-    def __call__(self, task: Regression) -> Tensor:
-        """Predictions (B, Q, m)"""
-        return gradient_descent(task, self.rates.to(task.inputs), self.transforms.to(task.inputs))
-
-
-def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, iterations: int = 200) -> TunedDescent:
-    """Tune GD (`plus` False) or GD++ (`plus` True) on given tasks, by L-BFGS through the explicit formula.
-
-    If `tied`, all steps have the same rate (and transform). The mean loss has several minima: each of a few starts is
-    followed on `SEARCHED` tasks, the best of them, by the loss on all tasks, on all. GD++ is a polynomial in the
-    covariance whose degree grows threefold with every step, so with free values of four or more steps it may still
-    explode on a rare task it was not tuned on; tied values are tamer.
+    If `tied`, all steps have the same. L-BFGS goes through the explicit formula. The loss has several minima: each of a
+    few starts is followed on `SEARCHED` tasks, the best of them, by the loss on all tasks, on all. GD++ is a polynomial
+    in the covariance whose degree grows threefold with every step, so with free values of four or more steps it may
+    still explode on a rare task it was not tuned on; tied values are tamer.
     """
     size = 1 if tied else steps
     few = Regression(*(part[:SEARCHED] for part in task))
@@ -119,8 +102,8 @@ def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, i
     starts = [(line_searched_rate(task) * 0.7 * spread).to(task.inputs.dtype) for spread in spreads]
     scale = 1 / float(task.inputs.square().mean())  # gamma at which a transform would remove an average direction
 
-    def repeated(rates: Tensor, transforms: Tensor) -> TunedDescent:
-        return TunedDescent(rates.expand(steps), transforms.expand(steps))
+    def repeated(rates: Tensor, transforms: Tensor) -> partial[Tensor]:
+        return partial(gradient_descent, rates=rates.expand(steps), transforms=transforms.expand(steps))
 
     def loss(tasks: Regression, rates: Tensor, transforms: Tensor) -> Tensor:
         return half_squared_error(repeated(rates, transforms)(tasks), tasks.answers)
@@ -128,7 +111,7 @@ def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, i
     def minimised(tasks: Regression, rates: Tensor, transforms: Tensor) -> tuple[Tensor, Tensor]:
         rates, transforms = rates.clone().requires_grad_(), transforms.clone().requires_grad_(plus)
         tuned = [rates, transforms] if plus else [rates]
-        optimizer = torch.optim.LBFGS(tuned, max_iter=iterations, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(tuned, max_iter=200, line_search_fn="strong_wolfe")
 
         def closure() -> Tensor:
             optimizer.zero_grad()

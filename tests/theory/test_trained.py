@@ -87,7 +87,7 @@ def test_line_search_finds_the_minimum() -> None:
         return float(half_squared_error(gradient_descent(task, torch.tensor([rate]).double()), task.answers))
 
     assert loss(best) < min(loss(best * 0.99), loss(best * 1.01))
-    assert float(tune_descent(task, 1, plus=False).rates[0]) == pytest.approx(best, rel=1e-4)
+    assert float(tune_descent(task, 1, plus=False).keywords["rates"][0]) == pytest.approx(best, rel=1e-4)
 
 
 def test_tied_model_repeats_its_layer() -> None:
