@@ -36,8 +36,12 @@ class Regression(NamedTuple):
     queries: Tensor  # (B, Q, d)
     answers: Tensor  # (B, Q, m)
 
+    def loss(self, prediction: Tensor) -> Tensor:
+        """1/2 |prediction - answer|^2, summed over outputs, averaged over tasks and queries; prediction (B, Q, m)"""
+        return 0.5 * (prediction - self.answers).square().sum(-1).mean()
 
-def random_regression(
+
+def random_tasks(
     tasks: int,
     examples: int,
     width: int,
@@ -132,8 +136,3 @@ def gradient_descent(
         weight = weight - rate * gradient @ transform.transpose(1, 2) @ transform
         transform = (identity - gamma * transform @ covariance @ transform.transpose(1, 2)) @ transform
     return task.queries @ weight.transpose(1, 2)
-
-
-def half_squared_error(prediction: Tensor, answer: Tensor) -> Tensor:
-    """1/2 |prediction - answer|^2, summed over outputs, averaged over tasks and queries: the loss of all comparisons"""
-    return 0.5 * (prediction - answer).square().sum(-1).mean()

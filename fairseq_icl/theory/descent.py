@@ -28,16 +28,9 @@ import torch
 from torch import Generator, Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.construction import (
-    LinearSelfAttention,
-    Regression,
-    gradient_step_layer,
-    half_squared_error,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import LinearSelfAttention, Regression, gradient_step_layer, predict, random_tasks
 from fairseq_icl.theory.dual_form import Kernel, dot_product
-from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Pairs, Record, exact, random_tasks
+from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Pairs, Record, exact, hundred_tasks
 from fairseq_icl.theory.trained import BATCH, LinearSelfAttentionModel, agreement, train
 
 VARIANCES = torch.tensor([4.0, 1.0, 1.0, 0.25, 0.25], dtype=torch.float64)  # of the inputs, in what is trained here
@@ -204,7 +197,7 @@ def functional_descent(task: Regression, rates: Tensor, kernel: Kernel) -> Tenso
     "the layers attend by the dot product",
 )
 def functional_steps(normal: Normal) -> Pairs:
-    task = random_tasks(normal)
+    task = hundred_tasks(normal)
     for kernel, depth in product((rbf, exponential), range(1, 6)):
         rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
         truth = functional_descent(task, rates, kernel)
@@ -221,7 +214,7 @@ def run_descent(seed: int = 0) -> list[Record]:
 def _trained_preconditioner(seed: int) -> Record:
     generator = Generator().manual_seed(seed)
     width, covariance = len(VARIANCES), VARIANCES.diag()
-    tasks = partial(random_regression, examples=EXAMPLES, width=width, generator=generator, variances=VARIANCES)
+    tasks = partial(random_tasks, examples=EXAMPLES, width=width, generator=generator, variances=VARIANCES)
     model = LinearSelfAttentionModel(width, 1, 1, generator=generator)
     with torch.no_grad():  # from a start of the other sign it often ends in a worse minimum
         model.matrices[:, 1] = model.matrices[:, 0]
@@ -250,7 +243,7 @@ def _trained_on_states(seed: int) -> Record:
     with torch.no_grad():
         found = model.double()(unseen)
     steps = [next_states(transition_layer(tuned_transitions(tuning, plain)), unseen) for plain in (False, True)]
-    losses = [float(half_squared_error(part, unseen.answers)) for part in (found, *steps)]
+    losses = [float(unseen.loss(part)) for part in (found, *steps)]
     best, other = (float((found - step).norm(dim=-1).mean()) for step in steps)
     return Record(
         "Trained to predict the next state of linear systems, a layer comes near to one step on the transitions seen.",
@@ -266,15 +259,15 @@ def _trained_on_states(seed: int) -> Record:
 
 def _matching_kernel(seed: int) -> Record:
     generator = Generator().manual_seed(seed)
-    task = random_regression(1_000, EXAMPLES, 2, generator=generator, queries=4)
+    task = random_tasks(1_000, EXAMPLES, 2, generator=generator, queries=4)
     x = 3 * torch.cat([task.inputs, task.queries], dim=1)  # (B, N + Q, d)
     root = torch.linalg.cholesky(rbf(x, x) + 1e-8 * torch.eye(x.shape[1], dtype=x.dtype))
     y = root @ torch.randn(len(x), x.shape[1], 1, generator=generator, dtype=x.dtype)  # a random function's values
     drawn = Regression(x[:, :EXAMPLES], y[:, :EXAMPLES], x[:, EXAMPLES:], y[:, EXAMPLES:])
     rates = torch.logspace(-2, 0.5, 11, dtype=x.dtype)
     matched, linear = (
-        min(float(half_squared_error(functional_descent(drawn, r.expand(8), k), drawn.answers)) for r in rates)
-        for k in (rbf, dot_product)
+        min(float(drawn.loss(functional_descent(drawn, rate.expand(8), kernel))) for rate in rates)
+        for kernel in (rbf, dot_product)
     )
     return Record(
         "Attention predicts random functions best with the kernel that they were drawn with.",

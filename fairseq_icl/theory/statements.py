@@ -14,13 +14,7 @@ from torch import Generator, Tensor, nn
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.models.attention import decayed_sum
-from fairseq_icl.theory.construction import (
-    Regression,
-    gradient_descent,
-    gradient_step_layer,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import Regression, gradient_descent, gradient_step_layer, predict, random_tasks
 from fairseq_icl.theory.dual_form import DualRecorder, Kernel, SgdRule, dot_product, softmax_kernel, train_perceptron
 from fairseq_icl.theory.implicit_update import implicit_update
 from fairseq_icl.theory.linear_attention import Heads, softmax_attention, softmax_change, weight_update
@@ -178,9 +172,9 @@ def softmax_decomposition(normal: Normal) -> Pairs:
     yield relative_error(exactly, seen.change), relative_error(share * seen.demonstrations, seen.change)
 
 
-def random_tasks(normal: Normal) -> Regression:
+def hundred_tasks(normal: Normal) -> Regression:
     """100 regression tasks, 12 examples of 6 inputs and 2 outputs each."""
-    return random_regression(100, 12, 6, 2, generator=Generator().manual_seed(int(normal(1).abs() * 1e6)))
+    return random_tasks(100, 12, 6, 2, generator=Generator().manual_seed(int(normal(1).abs() * 1e6)))
 
 
 @exact(
@@ -190,7 +184,7 @@ def random_tasks(normal: Normal) -> Regression:
     "P twice as large",
 )
 def construction(normal: Normal) -> Pairs:
-    task = random_tasks(normal)
+    task = hundred_tasks(normal)
     for depth in range(1, 6):
         rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
         stacks = ([gradient_step_layer(6, 2, 12, by * rate) for rate in rates.tolist()] for by in (1, 2))
@@ -205,7 +199,7 @@ def construction(normal: Normal) -> Pairs:
     "no preconditioner (plain gradient descent)",
 )
 def construction_plus(normal: Normal) -> Pairs:
-    task = random_tasks(normal)
+    task = hundred_tasks(normal)
     for depth in range(2, 6):
         rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
         prediction = predict([gradient_step_layer(6, 2, 12, rate, 0.4) for rate in rates.tolist()], task)

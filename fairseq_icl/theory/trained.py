@@ -19,14 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.construction import (
-    LinearSelfAttention,
-    Regression,
-    gradient_descent,
-    half_squared_error,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import LinearSelfAttention, Regression, gradient_descent, predict, random_tasks
 from fairseq_icl.theory.statements import OSWALD, Record
 
 Predictor = Callable[[Regression], Tensor]  # regression tasks -> predictions (B, Q, m)
@@ -70,7 +63,7 @@ def train(model: nn.Module, draw_tasks: Callable[[], Regression], steps: int, lr
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         task = draw_tasks()
-        loss = half_squared_error(model(task), task.answers)
+        loss = task.loss(model(task))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -106,7 +99,7 @@ def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False) -
         return partial(gradient_descent, rates=rates.expand(steps), transforms=transforms.expand(steps))
 
     def loss(tasks: Regression, rates: Tensor, transforms: Tensor) -> Tensor:
-        return half_squared_error(repeated(rates, transforms)(tasks), tasks.answers)
+        return tasks.loss(repeated(rates, transforms)(tasks))
 
     def minimised(tasks: Regression, rates: Tensor, transforms: Tensor) -> tuple[Tensor, Tensor]:
         rates, transforms = rates.clone().requires_grad_(), transforms.clone().requires_grad_(plus)
@@ -154,24 +147,21 @@ def agreement(predictor: Predictor, reference: Predictor, task: Regression) -> A
     with torch.no_grad():
         first, second = predictor(task), reference(task)
     slopes, reference_slopes = sensitivities(predictor, task), sensitivities(reference, task)
-    return Agreement(
-        loss=float(half_squared_error(first, task.answers)),
-        reference_loss=float(half_squared_error(second, task.answers)),
-        prediction_distance=float((first - second).norm(dim=-1).mean()),
-        sensitivity_cosine=float(torch.cosine_similarity(slopes, reference_slopes, dim=-1).mean()),
-    )
+    distance = (first - second).norm(dim=-1).mean()
+    cosine = torch.cosine_similarity(slopes, reference_slopes, dim=-1).mean()
+    return Agreement(float(task.loss(first)), float(task.loss(second)), float(distance), float(cosine))
 
 
 def run_trained(seed: int = 0) -> list[Record]:
     """One and two trained layers beside tuned descent; compared in float64 on tasks that neither has seen."""
 
     def tasks(count: int, seed: int) -> Regression:
-        return random_regression(count, EXAMPLES, WIDTH, generator=Generator().manual_seed(seed))
+        return random_tasks(count, EXAMPLES, WIDTH, generator=Generator().manual_seed(seed))
 
     def trained(depth: int, steps: int) -> LinearSelfAttentionModel:
         generator = Generator().manual_seed(seed)
         model = LinearSelfAttentionModel(WIDTH, 1, depth, generator=generator)
-        train(model, lambda: random_regression(BATCH, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32), steps)
+        train(model, lambda: random_tasks(BATCH, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32), steps)
         return model.double()
 
     unseen, tuning = tasks(UNSEEN, seed + 1), tasks(4_000, seed + 2)

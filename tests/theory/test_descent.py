@@ -5,13 +5,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.construction import (
-    Regression,
-    gradient_step_layer,
-    half_squared_error,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import Regression, gradient_step_layer, predict, random_tasks
 from fairseq_icl.theory.descent import (
     all_normal_prompts,
     best_rate,
@@ -89,7 +83,7 @@ def test_a_preconditioner_is_worth_having_only_where_states_vary_unevenly() -> N
     for variances in (torch.ones(3), torch.tensor([9.0, 1.0, 0.1])):
         tuning, unseen = (transitions(random_states(4_000, generator(seed), variances.double())) for seed in (1, 2))
         plain, best = (
-            half_squared_error(next_states(transition_layer(tuned_transitions(tuning, kind)), unseen), unseen.answers)
+            unseen.loss(next_states(transition_layer(tuned_transitions(tuning, kind)), unseen))
             for kind in (True, False)
         )
         gains.append(float(plain / best))
@@ -106,7 +100,7 @@ def test_a_token_without_the_state_before_cannot_make_the_step() -> None:
 
 
 def tasks() -> Regression:
-    return random_regression(30, 9, 3, 2, queries=2, generator=generator(3))
+    return random_tasks(30, 9, 3, 2, queries=2, generator=generator(3))
 
 
 def test_functional_descent_with_the_dot_product_is_descent_on_weights() -> None:
