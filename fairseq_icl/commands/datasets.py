@@ -74,7 +74,7 @@ def show(spec: DatasetSpec, folder: Path | None) -> None:
     if folder is None:
         names = [*spec.fields, *(f"{name}_{part}" for name in spec.cut for part in ("before", "after"))]
         options = spec.label_words or ("<option 0>", "<option 1>")
-        print_rendered(spec, Row(0, (Path(), 0), {name: f"<{name}>" for name in names}, options, gold=-1))
+        print_rendered(spec, Row(0, Path(), "", {name: f"<{name}>" for name in names}, options, gold=-1))
         return
     for split in SPLITS:
         rows = read_split(folder, spec, split)

@@ -23,8 +23,7 @@ INTRODUCTION = (
     "claims nothing: its two numbers are the answer."
 )
 HEADER = ("statement", "source", "what was computed", "number", "premise removed", "number then", "kind", "holds")
-HERE = Path(__file__).parents[1] / "theory"
-"""Has page.css, and layer_causal.png, which examples/layer_causal_drawing.py draws."""
+HERE = Path(__file__).parents[1] / "theory"  # has page.css, and layer_causal.png of examples/layer_causal_drawing.py
 BY_LAYER = "The model looked at, layer by layer, at the last token of the queries; means over heads and queries."
 DRAWN = "Vanilla descent has one loss at the top; layer-causal descent has one at every layer and cuts gradients."
 
@@ -45,14 +44,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-training", action="store_true", help="leave out what needs a trained model: seconds")
     parser.add_argument("--to", type=Path, default=Path("theory"), help="folder for the pages (default: theory)")
     arguments = parser.parse_args(argv)
+    from fairseq_icl import api
     from fairseq_icl.files import write_atomically
     from fairseq_icl.theory.descent import run_descent  # which adds to the exact statements
+    from fairseq_icl.theory.on_decoder import run_on_decoder
     from fairseq_icl.theory.statements import run_exact
     from fairseq_icl.theory.trained import run_trained
 
     records = run_exact(arguments.seed)
     records += [] if arguments.no_training else run_trained(arguments.seed) + run_descent(arguments.seed)
-    records += _on_model(arguments)
+    model = api.load_model(arguments.model, device="cpu")
+    of_prompts = {"k": arguments.demonstrations, "seed": arguments.seed, "limit": arguments.queries}
+    prompts = api.build_prompts(model, arguments.dataset, data=arguments.data, **of_prompts)
+    ends = [end + 1 for _, end in prompts.context_spans]
+    sizes = [*(size for size in (1, 2, 4, 8, 16, 32) if size < len(ends)), len(ends)]
+    contexts = [prompts.context[: ends[size - 1]] for size in sizes]
+    queries = [query.inputs[0] for query in prompts.queries]
+    records += run_on_decoder(model.lm.decoder.double(), prompts.start, contexts, queries)
     subject = (
         f"Model of the last rows: {arguments.model}, dataset {arguments.dataset}, {arguments.demonstrations} "
         f"demonstrations, {arguments.queries} queries, seed {arguments.seed}."
@@ -65,27 +73,6 @@ def main(argv: list[str]) -> int:
     failed = [record.statement for record in claims if not record.holds]
     print(f"{len(claims) - len(failed)} of {len(claims)} statements hold; pages: {arguments.to / 'theory.html'}")
     return 1 if failed else 0
-
-
-def _on_model(arguments: argparse.Namespace) -> list["Record"]:
-    """The statements that can be checked on a language model, with its own prompts."""
-    from fairseq_icl import api
-    from fairseq_icl.theory.on_decoder import run_on_decoder
-
-    model = api.load_model(arguments.model, device="cpu")
-    prompts = api.build_prompts(
-        model,
-        arguments.dataset,
-        data=arguments.data,
-        k=arguments.demonstrations,
-        seed=arguments.seed,
-        limit=arguments.queries,
-    )
-    ends = [prompts.context_spans[place][1] + 1 for place in range(len(prompts.context_spans))]
-    chosen = sorted({ends[min(len(ends), size) - 1] for size in (1, 2, 4, 8, 16, 32, len(ends))})
-    contexts = [prompts.context[:end] for end in chosen]
-    queries = [query.inputs[0] for query in prompts.queries]
-    return run_on_decoder(model.lm.decoder.double(), prompts.start, contexts, queries)
 
 
 def _cells(record: "Record") -> list[str]:

@@ -21,9 +21,9 @@ from fairseq_icl.prompts.readers import Row, RowRecord, Split, compare_rows, rea
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
+warn_once = cache(logger.warning)  # of the rows of a dataset, which are read anew for every seed
 
-CONTENT_FREE = ("N/A", "[MASK]", "")
-"""The inputs without content of Zhao et al. 2021 (arXiv 2102.09690, section 5)."""
+CONTENT_FREE = ("N/A", "[MASK]", "")  # inputs without content of Zhao et al. 2021 (arXiv 2102.09690, section 5)
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,15 @@ class Prompts:
     """The model's tokens as texts, for `text`."""
 
     def __repr__(self) -> str:
-        shown = f"{len(self.context_rows)} demonstrations in a prompt of {len(self.context)} tokens"
+        context = f"{len(self.context_rows)} demonstrations in a prompt of {len(self.context)} tokens"
         return (
-            f"Prompts({self.spec.name}: {len(self.queries)} queries, {shown}, {len(self.finetuning)} to fine-tune on)"
+            f"Prompts({self.spec.name}: {len(self.queries)} queries, {context}, {len(self.finetuning)} to fine-tune on)"
         )
 
     def text(self, number: int = 0, *, boundaries: bool = False) -> str:
-        """What the model reads for query `number`, to be printed: ICL prompt, query, options, a fine-tuning sequence.
+        """What the model reads for query `number` (from 0), in lines to be printed, on request with a | between tokens.
 
-        Args:
-            number: Of the query, from 0.
-            boundaries: A | between tokens.
-
-        Returns:
-            Some lines of text.
+        ICL prompt, query, options, and a fine-tuning sequence.
         """
         if self.spell is None:
             raise UserError(
@@ -112,34 +107,34 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
     `settings.limit` keeps the first queries only; which demonstrations fit is still decided by the longest sequence of
     the whole (capped) validation set, as the authors do, so a limited run has the same prompt as the full one.
     """
-    writing = writing.separated(settings.separator)
-    encoder = RowEncoder(spec, writing)
-    train = read_split(Path(folder), spec, "train")
-    records: dict[Split, RowRecord] = {"train": _record(Path(folder), spec, "train", train)}
-    k = settings.num_demonstrations
+    folder, writing = Path(folder), writing.separated(settings.separator)
+    encoder, k = RowEncoder(spec, writing), settings.num_demonstrations
+    records: dict[Split, RowRecord] = {}
+    train = _read(folder, spec, "train", records)
     if k > len(train):
         raise UserError(
-            f"{train[0].place[0]}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} "
-            "rows; lower num_demonstrations"
+            f"{train[0].path}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} rows; "
+            "lower num_demonstrations"
         )
-    golds = [row.gold for row in train]
-    chosen = sampling.demonstration_rows(golds, spec.label_words, settings)
+    chosen = sampling.demonstration_rows([row.gold for row in train], spec.label_words, settings)
     rows, trained_on = [train[i] for i in chosen], set(chosen)
     if settings.queries == "train":
         asked = [train[i] for i in sampling.shuffled(len(train), settings.seed) if i not in trained_on]
     else:
-        valid = read_split(Path(folder), spec, "valid")
-        records["valid"] = _record(Path(folder), spec, "valid", valid)
+        valid = _read(folder, spec, "valid", records)
         asked = [valid[i] for i in sampling.shuffled(len(valid), sampling.VALIDATION_SEED)]
     if not asked:
-        raise UserError(f"queries=train: all rows of {train[0].place[0]} are demonstrations; lower num_demonstrations")
+        raise UserError(f"queries=train: all rows of {train[0].path} are demonstrations; lower num_demonstrations")
     queries = [encoder.query(row) for row in asked[: settings.max_validation]]
-    shown, trained = _draw_labels(rows, settings)
     demonstrations = [encoder.query(row) for row in rows]
+    golds, switch_seed = [row.gold for row in rows], settings.switch_seed
+    seed = settings.seed if switch_seed is None else switch_seed
+    switched = sampling.switched_labels(golds, [len(row.options) for row in rows], settings.switch_fraction, seed)
+    shown = switched if settings.switch_labels in ("demonstrations", "both") else golds
+    trained = switched if settings.switch_labels in ("finetuning", "both") else golds
 
     icl_order, finetuning_order = sampling.demonstration_orders(settings)
-    longest_query = max(query.longest for query in queries)
-    free = writing.max_positions - longest_query
+    free = writing.max_positions - max(query.longest for query in queries)
     icl_order, context, spans = _build_context(demonstrations, shown, icl_order, free, writing)
     _warn(spec, k, [shown[i] for i in icl_order], writing.max_positions, settings.missing_class)
     if settings.finetuning_demonstrations == "fitting":
@@ -156,25 +151,22 @@ def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, setti
             finetuning_sequence(demonstrations[i], trained[i], settings.loss_on, (writing.bos,))
             for i in finetuning_order
         ),
-        data=Path(folder),
+        data=folder,
         rows=records,
         content_free=_content_free(asked[0], spec, encoder),
     )
 
 
-def _record(folder: Path, spec: DatasetSpec, split: Split, rows: Sequence[Row]) -> RowRecord:
-    """What results remember of a split's rows; it is said if they are not those of the papers."""
-    record = record_rows(spec, rows)
-    compared = compare_rows(folder, spec, split, rows, record)
-    if compared is not None and compared.is_doubtful:
-        _warn_once(f"{spec.name}, {split}: {compared.text}; a seed draws others (fairseq-icl fetch data {spec.name})")
-    return record if compared is None else replace(record, likeness=compared.likeness)
-
-
-@cache
-def _warn_once(text: str) -> None:
-    """The rows of a dataset are read anew for every seed; once is enough."""
-    logger.warning(text)
+def _read(folder: Path, spec: DatasetSpec, split: Split, records: dict[Split, RowRecord]) -> list[Row]:
+    """A split's rows, what results remember of them put into `records`; it is said if they are not the papers'."""
+    rows = read_split(folder, spec, split)
+    records[split] = record_rows(spec, rows)
+    if compared := compare_rows(folder, spec, split, rows, records[split]):
+        records[split] = replace(records[split], likeness=compared.likeness)
+        if compared.is_doubtful:
+            told = f"{spec.name}, {split}: {compared.text}"
+            warn_once(f"{told}; a seed draws others (fairseq-icl fetch data {spec.name})")
+    return rows
 
 
 def _content_free(row: Row, spec: DatasetSpec, encoder: "RowEncoder") -> tuple[Query, ...]:
@@ -183,17 +175,6 @@ def _content_free(row: Row, spec: DatasetSpec, encoder: "RowEncoder") -> tuple[Q
         return ()
     rows = [replace(row, texts=dict.fromkeys(row.texts, text)) for text in CONTENT_FREE]
     return tuple(encoder.query(row) for row in rows if encoder.writing.tokens(spec.render(row)[0][0]))
-
-
-def _draw_labels(rows: Sequence[Row], settings: Settings) -> tuple[list[int], list[int]]:
-    """The labels that the demonstrations have in the prompt and in fine-tuning."""
-    golds = [row.gold for row in rows]
-    seed = settings.seed if settings.switch_seed is None else settings.switch_seed
-    switched = sampling.switched_labels(golds, [len(row.options) for row in rows], settings.switch_fraction, seed)
-    switch = settings.switch_labels
-    shown = switched if switch in ("demonstrations", "both") else golds
-    trained = switched if switch in ("finetuning", "both") else golds
-    return shown, trained
 
 
 def _build_context(

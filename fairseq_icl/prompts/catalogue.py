@@ -8,7 +8,6 @@ import difflib
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -24,13 +23,10 @@ from fairseq_icl.typed import Typed, validated
 if TYPE_CHECKING:
     from fairseq_icl.prompts.readers import Row
 
-ENTRY_POINT_GROUP = "fairseq_icl.datasets"
 FOLDER = Path(__file__).parent / "datasets"
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 Split = Literal["train", "valid"]
 HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation"}
-NOT_OF_PROMPTS = {"hub", "rows", "papers", "note", "source", "options"}
-"""Keys that do not decide what prompts look like, and the one whose parts stand in `fingerprint` by name."""
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -53,12 +49,11 @@ def _file_in_repository(value: str) -> str:
     return value
 
 
-def _one_or_more(value: Any) -> str | tuple[str, ...]:
-    return value if isinstance(value, str) and value.strip() else _texts(value)
-
-
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+OneOrMore = Annotated[
+    str | tuple[str, ...], BeforeValidator(lambda x: x if isinstance(x, str) and x.strip() else _texts(x))
+]
 Hash = Annotated[str, BeforeValidator(_hash)]
 FileInRepository = Annotated[Text, AfterValidator(_file_in_repository)]
 
@@ -66,12 +61,9 @@ FileInRepository = Annotated[Text, AfterValidator(_file_in_repository)]
 class Options(Typed):
     """Options that every row brings itself."""
 
-    source: Annotated[str | tuple[str, ...], BeforeValidator(_one_or_more)] = Field(alias="from")
-    """Where they stand: one field holding a list, or one field an option; () where rows have none of their own."""
-    label: str = "{option}"
-    """The text to be scored for an option."""
-    names: str = ""
-    """The field with the options' names (A, B, C...) that the gold label refers to."""
+    source: OneOrMore = Field(alias="from")  # one field holding a list, or one field an option; () if rows have none
+    label: str = "{option}"  # the text to be scored for an option
+    names: str = ""  # the field with the options' names (A, B, C...) that the gold label refers to
 
 
 class Hub(Typed):
@@ -82,12 +74,6 @@ class Hub(Typed):
     files: dict[Split, FileInRepository]
     sha256: dict[Split, Hash] = Field({})
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> "Hub":
-        if len(self.files) < len(HUB_SPLITS):
-            raise ValueError("files must name the file of train and that of valid")
-        return self
-
 
 class KnownRows(Typed):
     """The rows of a split that the papers used: how many, and the hash of all, or of single ones by their number."""
@@ -96,39 +82,25 @@ class KnownRows(Typed):
     sha256: Hash | None = None
     single: dict[Annotated[int, Field(ge=0)], Hash] = Field({})
 
-    @model_validator(mode="after")
-    def _has_such_rows(self) -> "KnownRows":
-        if any(row >= self.count for row in self.single):
-            raise ValueError("single must be a mapping from numbers of rows (from 0) to their sha256")
-        return self
-
 
 class DatasetSpec(Typed):
     """What a dataset's YAML file says: where texts and labels stand in a row, and how a row becomes a prompt."""
 
     name: str
-    version: Annotated[int, Field(ge=1)]
-    """Raised whenever the template or the labels change."""
+    version: Annotated[int, Field(ge=1)]  # raised whenever the template or the labels change
     source: Text
-    fields: Texts
-    """Text fields that every row must have."""
-    template: Text
-    """The input text, with `{field}` for a field's text and `{option}` for the option's text."""
-    label: str = "label"
-    """The field that holds the gold label."""
-    label_words: Texts = ()
-    """One word a class; empty where every row brings its own options."""
-    label_names: Texts = ()
-    """The classes' names as the data files may spell them; a file may always use 0..C-1 as well."""
+    fields: Texts  # text fields that every row must have
+    template: Text  # the input text, with `{field}` for a field's text and `{option}` for the option's text
+    label: str = "label"  # the field that holds the gold label
+    label_words: Texts = ()  # one word a class; empty where every row brings its own options
+    label_names: Texts = ()  # the classes' names as the data files may spell them; a file may always use 0..C-1 as well
     options: Options = Options.model_construct(source=())
-    cut: dict[str, Text] = Field({})
-    """Fields cut in two at a mark: {"sentence": "_"} makes sentence_before and sentence_after."""
+    cut: dict[str, Text] = Field({})  # {"sentence": "_"} cuts it at the mark into sentence_before and sentence_after
     splits: Annotated[dict[Split, Text], AfterValidator(lambda given: HUB_SPLITS | given)] = Field(HUB_SPLITS)
     """The names that the Hugging Face version gives to our splits `train` and `valid`."""
     hub: Hub | None = None
     rows: dict[Split, KnownRows] = Field({})
-    papers: dict[str, dict[str, Any]] = Field({})
-    """Published settings a paper: k, seeds, learning_rate; empty beyond the papers' six datasets."""
+    papers: dict[str, dict[str, Any]] = Field({})  # published settings: k, seeds, learning_rate; six datasets have some
     note: str = ""
 
     @property
@@ -146,14 +118,20 @@ class DatasetSpec(Typed):
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides what prompts look like; published settings and notes are not part of it."""
-        described = self.model_dump(exclude=NOT_OF_PROMPTS)
-        options = self.options
-        described |= {"options_from": options.source, "options_label": options.label, "options_names": options.names}
+        described = self.model_dump(exclude={"hub", "rows", "papers", "note", "source", "options"})
+        described |= {f"options_{key}": value for key, value in self.options.model_dump(by_alias=True).items()}
         return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DatasetSpec":
         source = self.options.source
+        if self.hub and len(self.hub.files) < len(HUB_SPLITS):
+            raise ValueError("hub: files must name the file of train and that of valid")
+        for split, known_rows in self.rows.items():
+            if any(row >= known_rows.count for row in known_rows.single):
+                raise ValueError(
+                    f"rows.{split}: single must be a mapping from numbers of rows (from 0) to their sha256"
+                )
         for file_name in (self.name, *self.splits.values()):
             if re.search(r"[/\\\x00]|^[.=+@-]", file_name):
                 raise ValueError(f"{file_name!r} is part of file names and tables: no / or \\, none of . = + - @ first")
@@ -169,9 +147,8 @@ class DatasetSpec(Typed):
         if self.label_names and len(self.label_names) != number:
             raise ValueError(f"label_names has {len(self.label_names)} entries for {number} labels")
         for words in (self.label_words, self.label_names):
-            word, number = next(iter(Counter(words).most_common(1)), ("", 0))
-            if number > 1:
-                raise ValueError(f"label {word!r} stands twice in label_words or label_names")
+            if twice := [word for word in words if words.count(word) > 1]:
+                raise ValueError(f"label {twice[0]!r} stands twice in label_words or label_names")
         if unknown := set(self.cut) - set(self.fields):
             raise ValueError(f"cut.{min(unknown)}: not among fields")
         known = {*self.fields, *(f"{name}_{part}" for name in self.cut for part in ("before", "after"))}
@@ -190,15 +167,9 @@ class DatasetSpec(Typed):
         return self
 
     def render(self, row: "Row") -> tuple[tuple[str, str], ...]:
-        """(input text, label text) of every option of a row.
-
-        A label text is a word or an option preceded by exactly one space, as the authors do.
-        """
-        options = []
-        for option in row.options:
-            values = {**row.texts, "option": option}
-            options.append((fill(self.template, values), " " + fill(self.options.label, values).strip()))
-        return tuple(options)
+        """(input text, label text) of every option of a row; a label follows exactly one space, as the authors do."""
+        options = ({**row.texts, "option": option} for option in row.options)
+        return tuple((fill(self.template, of), " " + fill(self.options.label, of).strip()) for of in options)
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
@@ -208,11 +179,8 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """Folders of the catalogue: the package's own, then those of installed packages.
-
-    A package offers a folder of YAML files by an entry point of the group `fairseq_icl.datasets` that names a path.
-    """
-    return (FOLDER, *(Path(point.load()) for point in entry_points(group=ENTRY_POINT_GROUP)))
+    """Folders of the catalogue: the package's own, then those that installed packages name by entry points."""
+    return (FOLDER, *(Path(point.load()) for point in entry_points(group="fairseq_icl.datasets")))
 
 
 def dataset_names(beside: str | Path | None = None) -> list[str]:
@@ -234,21 +202,18 @@ def find_spec(name: str, folder: str | Path) -> DatasetSpec:
 
 def load_spec(name_or_path: str) -> DatasetSpec:
     """The specification of a dataset of the catalogue, or of the user's own YAML file."""
-    if name_or_path in dataset_names():
-        return _of_catalogue(name_or_path)
+    names = dataset_names()
+    if name_or_path in names:
+        path = next(path for folder in folders() if (path := folder / f"{name_or_path}.yaml").is_file())
+        return parse_spec(read_yaml(path), str(path), name_or_path)
     if not name_or_path.endswith((".yaml", ".yml")):
-        close = difflib.get_close_matches(name_or_path.lower(), dataset_names(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(dataset_names())};"
+        close = difflib.get_close_matches(name_or_path.lower(), names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(names)};"
         raise UserError(f"dataset {name_or_path}: unknown; {hint} A dataset of your own is a path to a .yaml")
     spec = parse_spec(read_yaml(name_or_path), name_or_path, Path(name_or_path).stem)
-    if spec.name in dataset_names() and spec.fingerprint != _of_catalogue(spec.name).fingerprint:
+    if spec.name in names and spec.fingerprint != load_spec(spec.name).fingerprint:
         raise UserError(f"{name_or_path}: {spec.name} is another dataset's name in the catalogue; choose another name")
     return spec
-
-
-def _of_catalogue(name: str) -> DatasetSpec:
-    path = next(path for folder in folders() if (path := folder / f"{name}.yaml").is_file())
-    return parse_spec(read_yaml(path), str(path), name)
 
 
 def parse_spec(data: Any, place: str, name: str) -> DatasetSpec:

@@ -12,8 +12,7 @@ Tokens = tuple[int, ...]
 Encode = Callable[[str], list[int]]
 """ONE line of text -> ids of the model's dictionary, without BOS and EOS. A model supplies it."""
 
-BOS, PAD, EOS, UNKNOWN = 0, 1, 2, 3
-"""fairseq's ids of the special symbols."""
+BOS, PAD, EOS, UNKNOWN = 0, 1, 2, 3  # fairseq's ids of the special symbols
 
 
 @dataclass(frozen=True)
@@ -21,24 +20,19 @@ class Writing:
     """How a model wants its text written in tokens."""
 
     encode: Encode
-    max_positions: int = 2048
-    """Longest sequence."""
+    max_positions: int = 2048  # of the longest sequence
     bos: int = BOS
-    separator: Tokens = (EOS,)
-    """What closes a demonstration in the prompt."""
-    line_break: Tokens | None = (EOS,)
-    """What a line break in a text becomes; None if `encode` takes text with line breaks as it is."""
+    separator: Tokens = (EOS,)  # what closes a demonstration in the prompt
+    line_break: Tokens | None = (EOS,)  # what it becomes in a text; None if `encode` takes text that has some as it is
     unknown: int | None = UNKNOWN
     eos: int = EOS
-    newline: Tokens = ()
-    """A line break in tokens; empty if the tokenizer has none."""
+    newline: Tokens = ()  # a line break in tokens; empty if the tokenizer has none
 
     def separated(self, by: str) -> "Writing":
         """The same with another separator: "model" (its own), "eos" or "newline"."""
         if by == "newline" and not self.newline:
             raise UserError("separator=newline: the model's tokenizer has no token for it; use separator=eos")
-        tokens = {"model": self.separator, "eos": (self.eos,), "newline": self.newline}
-        return replace(self, separator=tokens[by])
+        return replace(self, separator={"model": self.separator, "eos": (self.eos,), "newline": self.newline}[by])
 
     def tokens(self, text: str) -> Tokens:
         """Ids of all non-empty lines, joined by `line_break`.
@@ -58,11 +52,9 @@ class Writing:
 class Query:
     """One evaluation row: input and label tokens of every option, without BOS and EOS."""
 
-    row: int
-    """Row in the validation file, before shuffling."""
+    row: int  # in the validation file, before shuffling
     gold: int
-    inputs: tuple[Tokens, ...]
-    """One an option; the same object where the options share the input."""
+    inputs: tuple[Tokens, ...]  # one an option; the same object where the options share the input
     labels: tuple[Tokens, ...]
 
     @property
@@ -85,12 +77,10 @@ class Query:
 class FinetuningSequence:
     """One training sequence and which of its tokens are predicted (never the first)."""
 
-    row: int
-    """Row in the training file, before shuffling."""
+    row: int  # in the training file, before shuffling
     tokens: Tokens
     scored: tuple[bool, ...]
-    label_length: int = 1
-    """How many of its last tokens are the label."""
+    label_length: int = 1  # how many of its last tokens are the label
 
 
 def finetuning_sequence(demonstration: Query, label: int, loss_on: str, start: Tokens) -> FinetuningSequence:
@@ -105,8 +95,22 @@ class RowEncoder:
 
     def __init__(self, spec: DatasetSpec, writing: Writing) -> None:
         self.spec, self.writing = spec, writing
-        if spec.has_classes:
-            self._check_label_words()
+        tokens = {word: writing.tokens(f" {word.strip()}") for word in spec.label_words}
+        for word, ids in tokens.items():
+            if not ids:
+                raise UserError(f"dataset {spec.name}: label word {word!r} has no tokens; choose another word")
+            if set(ids) == {writing.unknown}:
+                raise UserError(
+                    f"dataset {spec.name}: label word {word!r} is unknown to the dictionary; choose the model's "
+                    "tokenizer (bpe), or another word"
+                )
+        # In alphabetical order of their tokens a word stands right before the first one that begins with it.
+        for first, second in pairwise(sorted(tokens, key=tokens.__getitem__)):
+            if tokens[second][: len(tokens[first])] == tokens[first]:
+                raise UserError(
+                    f"dataset {spec.name}: label word {second!r} has tokens {list(tokens[second])}, which begin "
+                    f"with those of {first!r} {list(tokens[first])}, so they cannot be told apart; choose other words"
+                )
 
     def query(self, row: Row) -> Query:
         """The tokens of a row's options."""
@@ -119,27 +123,7 @@ class RowEncoder:
                 raise UserError(f"{row.where}: option {number} has no tokens; change the row or remove it")
         inputs, labels = zip(*((encoded[a], encoded[b]) for a, b in texts), strict=True)
         query = Query(row.index, row.gold, inputs, labels)
-        if query.longest > self.writing.max_positions:
-            raise UserError(
-                f"{row.where}: {query.longest} tokens with its label, but the model has {self.writing.max_positions} "
-                f"positions; shorten or remove the row"
-            )
+        if query.longest > (limit := self.writing.max_positions):
+            told = f"{query.longest} tokens with its label, but the model has {limit} positions"
+            raise UserError(f"{row.where}: {told}; shorten or remove the row")
         return query
-
-    def _check_label_words(self) -> None:
-        tokens = {word: self.writing.tokens(f" {word.strip()}") for word in self.spec.label_words}
-        for word, ids in tokens.items():
-            if not ids:
-                raise UserError(f"dataset {self.spec.name}: label word {word!r} has no tokens; choose another word")
-            if set(ids) == {self.writing.unknown}:
-                raise UserError(
-                    f"dataset {self.spec.name}: label word {word!r} is unknown to the dictionary; choose the model's "
-                    "tokenizer (bpe), or another word"
-                )
-        # In alphabetical order of their tokens a word stands right before the first one that begins with it.
-        for first, second in pairwise(sorted(tokens, key=tokens.__getitem__)):
-            if tokens[second][: len(tokens[first])] == tokens[first]:
-                raise UserError(
-                    f"dataset {self.spec.name}: label word {second!r} has tokens {list(tokens[second])}, which begin "
-                    f"with those of {first!r} {list(tokens[first])}, so they cannot be told apart; choose other words"
-                )

@@ -11,9 +11,10 @@ datasets' YAML files have the hashes of the files that the papers used, as far a
 import csv
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,18 +33,12 @@ Record = tuple[int, dict[str, Any]]  # line number in the file (row number in Pa
 class Row:
     """One labelled row: its texts, the options it offers and which of them is right."""
 
-    index: int
-    """Position among the split's rows, before any shuffling."""
-    place: tuple[Path, int]
-    """File and line, for messages."""
+    index: int  # position among the split's rows, before any shuffling
+    path: Path
+    where: str  # FILE:LINE, for messages
     texts: dict[str, str]
     options: tuple[str, ...]
     gold: int
-
-    @property
-    def where(self) -> str:
-        """`FILE:LINE` of this row."""
-        return f"{self.place[0]}:{self.place[1]}"
 
 
 def read_split(folder: Path, spec: DatasetSpec, split: Split) -> list[Row]:
@@ -72,7 +67,7 @@ def find_split(folder: Path, spec: DatasetSpec, split: Split) -> list[Path]:
             for suffix in READERS:
                 if (path := base.with_name(f"{base.name}{suffix}")).is_file():
                     return [path]
-            if pieces := sorted(base.parent.glob(f"{_escape(base.name)}-[0-9]*-of-[0-9]*.parquet")):
+            if pieces := sorted(base.parent.glob(f"{escape(base.name)}-[0-9]*-of-[0-9]*.parquet")):
                 return pieces
     missing = " or ".join(f"{spec.name}/{stem}.*" for stem in stems)
     raise UserError(
@@ -82,12 +77,7 @@ def find_split(folder: Path, spec: DatasetSpec, split: Split) -> list[Path]:
 
 def has_files(folder: Path, name: str) -> bool:
     """Whether the folder seems to hold files of the dataset of that name."""
-    return (folder / name).is_dir() or any(folder.glob(f"{_escape(name)}_*.*"))
-
-
-def _escape(name: str) -> str:
-    """A file name with glob's special characters made literal."""
-    return re.sub(r"([*?[])", r"[\1]", name)
+    return (folder / name).is_dir() or any(folder.glob(f"{escape(name)}_*.*"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -125,8 +115,7 @@ def _read_jsonl(path: Path, spec: DatasetSpec) -> Iterator[Record]:
 def _read_tsv(path: Path, spec: DatasetSpec) -> Iterator[Record]:
     """Tab-separated without any quoting, as GLUE is written."""
     lines = _lines(path)
-    _, header = next(lines, (0, ""))
-    names = header.split("\t")
+    names = next(lines, (0, ""))[1].split("\t")
     for number, line in lines:
         yield number, _columns(path, number, names, line.split("\t"))
 
@@ -163,11 +152,9 @@ def _read_parquet(path: Path, spec: DatasetSpec) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             present = [name for name in spec.columns if name in file.schema_arrow.names]
-            number = 0
-            for batch in file.iter_batches(columns=present):
-                for fields in batch.to_pylist() if present else [{}] * batch.num_rows:
-                    number += 1
-                    yield number, fields
+            batches = file.iter_batches(columns=present)
+            rows = (batch.to_pylist() if present else [{}] * batch.num_rows for batch in batches)
+            yield from enumerate(chain.from_iterable(rows), 1)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}); download it again") from error
 
@@ -194,9 +181,8 @@ def _check_row(spec: DatasetSpec, fields: dict[str, Any], index: int, path: Path
         raise UserError(
             f"{where}: {len(names)} names in {spec.options.names!r} for {len(options)} options; they must pair"
         )
-    return Row(
-        index, (path, line), texts, options, _gold(_value(fields, spec.label, where), names, len(options), where)
-    )
+    gold = _gold(_value(fields, spec.label, where), names, len(options), where)
+    return Row(index, path, where, texts, options, gold)
 
 
 def _value(fields: dict[str, Any], path: str, where: str) -> Any:
@@ -239,14 +225,13 @@ def _gold(value: Any, names: tuple[str, ...], count: int, where: str) -> int:
         word = str(int(value))
     if word.isascii() and word.isdecimal() and len(word) < 10 and not numbered and int(word) < count:
         return int(word)
-    allowed = f"0 to {count - 1}" if not numbered else ""
-    allowed = " or ".join(part for part in (allowed, ", ".join(names)) if part)
+    allowed = " or ".join(filter(None, ("" if numbered else f"0 to {count - 1}", ", ".join(names))))
     raise UserError(f"{where}: unknown label {word[:80]!r}; it must be {allowed}")
 
 
 Likeness = Literal["same", "fitting", "unknown", "other"]
+"""fitting: as far as single rows are known; unknown: as many rows, no more is known."""
 DOUBTFUL: tuple[Likeness, ...] = ("unknown", "other")
-"""Results may differ from the papers' because of the rows."""
 
 
 @dataclass(frozen=True)
@@ -255,8 +240,7 @@ class RowRecord:
 
     count: int
     sha256: str
-    likeness: Likeness | None = None
-    """How like those that the papers used, where that was looked at and something is known of them."""
+    likeness: Likeness | None = None  # to those that the papers used, where something is known of them
 
 
 @dataclass(frozen=True)
@@ -264,9 +248,7 @@ class Comparison:
     """A split beside the one that the papers used."""
 
     likeness: Likeness
-    """same; fitting: as far as single rows are known; unknown: as many rows, no more is known; other."""
-    text: str
-    """The same for people."""
+    text: str  # the same for people
 
     @property
     def is_doubtful(self) -> bool:
@@ -275,22 +257,13 @@ class Comparison:
 
 
 def record_rows(spec: DatasetSpec, rows: Sequence[Row]) -> RowRecord:
-    """Number and hash of a split's rows, as `read_split` returns them."""
+    """Number and hash of rows, as `read_split` returns them."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(_line(spec, row))
+        own = [] if spec.has_classes else [row.options]
+        line = [[row.texts[name] for name in spec.fields], *own, row.gold]
+        digest.update(json.dumps(line, separators=(",", ":")).encode() + b"\n")
     return RowRecord(len(rows), digest.hexdigest())
-
-
-def hash_row(spec: DatasetSpec, row: Row) -> str:
-    """Hash of a single row."""
-    return hashlib.sha256(_line(spec, row)).hexdigest()
-
-
-def _line(spec: DatasetSpec, row: Row) -> bytes:
-    texts = [row.texts[name] for name in spec.fields]
-    content = [texts, row.gold] if spec.has_classes else [texts, row.options, row.gold]
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
 def compare_rows(
@@ -313,9 +286,9 @@ def compare_rows(
     if known.sha256:
         return Comparison("other", "not the papers' rows: as many, but other ones or in another order")
     for number, sha256 in known.single.items():
-        if hash_row(spec, rows[number]) != sha256:
+        if record_rows(spec, [rows[number]]).sha256 != sha256:
             return Comparison("other", f"not the papers' rows: as many, but row {number:,} is another one")
-    if known.single:
-        told = f"the {len(known.single)} that are known are in place"
-        return Comparison("fitting", f"as many rows as the papers' file; {told}")
-    return Comparison("unknown", "as many rows as the papers' file; whether they are in its order is not known")
+    if not known.single:
+        return Comparison("unknown", "as many rows as the papers' file; whether they are in its order is not known")
+    told = f"as many rows as the papers' file; the {len(known.single)} that are known are in place"
+    return Comparison("fitting", told)

@@ -13,13 +13,10 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import read_small
 from fairseq_icl.settings import Settings
 
-VALIDATION_SEED = 1
-"""Evaluation rows are shuffled with this seed whatever the run's seed is."""
+VALIDATION_SEED = 1  # evaluation rows are shuffled with it whatever the run's seed is
 NUM_PERMUTATIONS = 5
-MAX_DIGITS = 12
-"""Of a row number: longer ones are not numbers of rows."""
-SWITCHING_STREAM = 7
-"""Keeps the generator of label switching apart from the one that shuffles the rows, under the same seed."""
+MAX_DIGITS = 12  # longer ones are not numbers of rows
+SWITCHING_STREAM = 7  # keeps the generator of switching apart from the one that shuffles rows, under the same seed
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:
@@ -33,10 +30,9 @@ def demonstration_rows(golds: Sequence[int], classes: Sequence[str], settings: S
     `golds` are the labels of all its rows, `classes` the label words; empty if every row has options of its own.
     """
     k, chosen = settings.num_demonstrations, settings.demonstrations
-    if chosen == "first":
-        return shuffled(len(golds), settings.seed)[:k]
-    if chosen == "balanced":
-        return _balanced(shuffled(len(golds), settings.seed), golds, classes, k)
+    if chosen in ("first", "balanced"):
+        order = shuffled(len(golds), settings.seed)
+        return order[:k] if chosen == "first" else _balanced(order, golds, classes, k)
     rows = read_rows(chosen)
     if rows and max(rows) >= len(golds):
         raise UserError(f"{chosen}: row {max(rows)}, but the train file has rows 0-{len(golds) - 1}; correct the file")

@@ -1,8 +1,7 @@
 """One linear self-attention layer that is one step of gradient descent on a regression problem in its context.
 
 von Oswald et al. (2023, arXiv 2212.07677, proposition 1 and section 3). A prompt is N tokens e_i = (x_i, y_i) and one
-or more query tokens (x, -W_0 x). Linear self-attention with residual connection, which reads the keys and values of the
-N examples only,
+or more query tokens (x, -W_0 x). Linear self-attention with residual connection to the N examples only,
 
     e_j <- e_j + P sum_i (W_V e_i) (W_K e_i . W_Q e_j)
 
@@ -10,30 +9,26 @@ is one step of rate eta on L(W) = 1/(2N) sum_i |W x_i - y_i|^2 from W_0 when
 
     W_K = W_Q = [I 0; 0 0],     W_V = [0 0; W_0 -I],     P = (eta / N) I
 
-because the y part of token j becomes y_j - dW x_j with dW = -(eta / N) sum_i (W_0 x_i - y_i) x_i^T: the step appears as
-a change of the targets. The query's y part, negated, is the prediction (W_0 + dW) x. The next layer of the same
-weights meets the remaining targets and makes the next step.
-
-GD++ lets every layer transform the inputs as well: with -(gamma / eta) I in the upper left block of W_V,
-
-    x_j <- x_j - (gamma / N) sum_i x_i (x_i . x_j) = (I - gamma S) x_j,      S = 1/N sum_i x_i x_i^T of current inputs
-
-Seen from the original inputs this is gradient descent with a preconditioner: if M_l is the product of the transforms of
-the layers below l, then W <- W - eta dL/dW M_l^T M_l. `gradient_descent` computes it in this form, without tokens.
+because it makes y_j - dW x_j of y_j, with dW = -(eta / N) sum_i (W_0 x_i - y_i) x_i^T. The query's y part, negated, is
+the prediction (W_0 + dW) x; the next layer meets the remaining targets. In GD++, with -(gamma / eta) I in the upper
+left block of W_V, every layer also makes (I - gamma S) x_j of x_j, S = 1/N sum_i x_i x_i^T of its inputs. Seen from the
+original inputs this is descent with a preconditioner, W <- W - eta dL/dW M_l^T M_l, M_l being the product of the maps
+of the layers below l, and `gradient_descent` computes it in this form, without tokens.
 Shapes: B tasks, N examples, Q queries, d inputs, m outputs.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.theory.dual_form import Kernel, dot_product
 
 
-@dataclass(frozen=True)
-class Regression:
+class Regression(NamedTuple):
     """B linear regression tasks; `answers` are what a learner should predict for `queries`."""
 
     inputs: Tensor  # (B, N, d)
@@ -41,26 +36,24 @@ class Regression:
     queries: Tensor  # (B, Q, d)
     answers: Tensor  # (B, Q, m)
 
+    def loss(self, prediction: Tensor) -> Tensor:
+        """1/2 |prediction - answer|^2, summed over outputs, averaged over tasks and queries; prediction (B, Q, m)"""
+        return 0.5 * (prediction - self.answers).square().sum(-1).mean()
 
-def random_regression(
+
+def random_tasks(
     tasks: int,
     examples: int,
     width: int,
     outputs: int = 1,
     queries: int = 1,
     noise: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     dtype: torch.dtype = torch.float64,
     variances: Tensor | None = None,
 ) -> Regression:
-    """Tasks as in the paper: x uniform in [-1, 1]^d, a teacher W with standard normal entries, y = W x (+ noise).
-
-    With `variances` (d,) the inputs are normal, with these.
-    """
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
+    """Tasks as in the paper: x uniform in [-1, 1]^d, or normal with `variances` (d,); y = W x (+ noise), W normal."""
+    normal = partial(torch.randn, generator=generator, dtype=dtype)
     teacher = normal(tasks, width, outputs)
     x = 2 * torch.rand(tasks, examples + queries, width, generator=generator, dtype=dtype) - 1
     if variances is not None:
@@ -79,12 +72,8 @@ class LinearSelfAttention:
     projection: Tensor
 
     def __call__(self, tokens: Tensor, context: int, kernel: Kernel = dot_product) -> Tensor:
-        """Tokens (B, N + Q, D) -> the same shape.
-
-        Args:
-            tokens: examples first, queries last.
-            context: N; only these tokens are attended to, so queries do not learn from each other.
-            kernel: makes the scores; with any other than the dot product it is no step of descent on W.
+        """Tokens (B, N + Q, D) -> the same shape. Only the first N = `context` are attended to, so queries, which come
+        last, do not learn from each other. With a `kernel` other than the dot product it is no step of descent on W.
         """
         seen = tokens[:, :context]
         scores = kernel(seen @ self.key.T, tokens @ self.query.T)  # (B, N + Q, N)
@@ -94,16 +83,7 @@ class LinearSelfAttention:
 def gradient_step_layer(
     width: int, outputs: int, examples: int, rate: float, transform: float = 0.0, initial: Tensor | None = None
 ) -> LinearSelfAttention:
-    """The construction's layer.
-
-    Args:
-        width: d.
-        outputs: m.
-        examples: N.
-        rate: eta.
-        transform: gamma of GD++; 0 is plain gradient descent.
-        initial: W_0 (m, d); zero if not given.
-    """
+    """The construction's layer for d, m, N, eta, gamma of GD++ (0: plain descent) and W_0 (m, d), zero if not given."""
     if rate == 0:
         raise UserError("rate: a step of size 0 has no layer (gamma is written as a multiple of eta)")
     if transform and initial is not None:
@@ -139,12 +119,9 @@ def gradient_descent(
 ) -> Tensor:
     """Predictions (B, Q, m) of W after len(rates) explicit steps on L(W) = 1/(2N) sum_i |W x_i - y_i|^2.
 
-    Args:
-        task: the tasks; each has a W of its own.
-        rates: (steps,) eta of every step; may require gradients.
-        transforms: (steps,) gamma of GD++; then W <- W - eta_l dL/dW M_l^T M_l and M <- (I - gamma_l M S M^T) M, with S
-            the covariance 1/N sum_i x_i x_i^T of the original inputs. None: plain descent, M = I.
-        initial: W_0 (m, d); zero if not given.
+    `rates` (steps,) are eta of every step, `transforms` (steps,) the gamma of GD++: W <- W - eta_l dL/dW M_l^T M_l and
+    M <- (I - gamma_l M S M^T) M, with S the covariance of the original inputs; without them M = I. `initial` is W_0
+    (m, d), zero if not given; each task has a W of its own.
     """
     batch, examples, width = task.inputs.shape
     weight = task.inputs.new_zeros(batch, task.targets.shape[2], width)  # (B, m, d)
@@ -153,14 +130,9 @@ def gradient_descent(
     covariance = task.inputs.transpose(1, 2) @ task.inputs / examples  # (B, d, d)
     transform = identity.expand(batch, -1, -1)
     gammas = torch.zeros_like(rates) if transforms is None else transforms
-    for rate, gamma in zip(rates, gammas, strict=True):
+    for rate, gamma in zip(rates.to(weight), gammas.to(weight), strict=True):
         residual = task.inputs @ weight.transpose(1, 2) - task.targets  # (B, N, m) W x_i - y_i
         gradient = residual.transpose(1, 2) @ task.inputs / examples  # (B, m, d)
         weight = weight - rate * gradient @ transform.transpose(1, 2) @ transform
         transform = (identity - gamma * transform @ covariance @ transform.transpose(1, 2)) @ transform
     return task.queries @ weight.transpose(1, 2)
-
-
-def half_squared_error(prediction: Tensor, answer: Tensor) -> Tensor:
-    """1/2 |prediction - answer|^2, summed over outputs, averaged over tasks and queries: the loss of all comparisons"""
-    return 0.5 * (prediction - answer).square().sum(-1).mean()

@@ -8,43 +8,32 @@ of linear self-attention one that minimises the expected loss makes one precondi
 because the loss of a given A is tr((C A - I) S (C A - I)^T) with C = 1/N sum_i x_i x_i^T, least at A = E[C^2]^-1 S, and
 E[C^2] = ((N + 1) S + tr(S) I) S / N for normal inputs. With few examples it is not S^-1, the step of Newton's method.
 
-**von Oswald et al. (2023b, arXiv 2309.05858).** States s_{t+1} = W s_t with another W in every sequence; a token holds
-a state and the one before, e_t = (s_t, s_{t-1}). Causal linear self-attention can predict every next state by one step
-from W = 0 on the loss of all transitions seen so far, 1/2 sum_{t' <= t} |s_t' - W s_{t'-1}|^2:
+**von Oswald et al. (2023b, arXiv 2309.05858).** States s_{t+1} = W s_t with another W in every sequence. Over tokens
+(s_t, s_{t-1}) causal linear self-attention can predict every next state by one step, with a preconditioner A or with
+A = eta I, from W = 0 on the loss of all transitions seen so far, 1/2 sum_{t' <= t} |s_t' - W s_{t'-1}|^2:
 
     prediction_t = sum_{t' <= t} s_t' (s_{t'-1} . A s_t)        W_V reads s_t', W_K reads s_{t'-1}, W_Q makes A s_t
 
-with A = eta I, or with a preconditioner A if the states vary more in some directions than in others. Here they do:
-W = D O D^-1 with O a random rotation, so that states have the covariance D^2 at all times.
+Here W = D O D^-1 with O a random rotation, so that states have the covariance D^2 at all times.
 
 **Cheng et al. (2024, arXiv 2312.06528).** Where scores are a kernel K(x_i, x_j) in place of the dot product, the layers
-of `construction` are steps of functional descent in the space of functions that belongs to K:
-
-    f <- f + eta/N sum_i (y_i - f(x_i)) K(x_i, .)
+of `construction` are steps in K's space of functions, f <- f + eta/N sum_i (y_i - f(x_i)) K(x_i, .)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.construction import (
-    LinearSelfAttention,
-    Regression,
-    gradient_step_layer,
-    half_squared_error,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import LinearSelfAttention, Regression, gradient_step_layer, predict, random_tasks
 from fairseq_icl.theory.dual_form import Kernel, dot_product
-from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Record, exact
-from fairseq_icl.theory.trained import BATCH, INITIAL_SCALE, LinearSelfAttentionModel, agreement, train
+from fairseq_icl.theory.statements import AHN, CHENG, MESA, Normal, Pairs, Record, exact, hundred_tasks
+from fairseq_icl.theory.trained import BATCH, LinearSelfAttentionModel, agreement, train
 
-VARIANCES = torch.tensor([4.0, 1.0, 1.0, 0.25, 0.25], dtype=torch.float64)
-"""Of the inputs, in what is trained here."""
+VARIANCES = torch.tensor([4.0, 1.0, 1.0, 0.25, 0.25], dtype=torch.float64)  # of the inputs, in what is trained here
 EXAMPLES, LENGTH = 10, 8
 
 
@@ -73,13 +62,12 @@ def all_normal_prompts(covariance: Tensor, examples: int) -> tuple[Regression, T
     every direction are enough; for the teacher, of which no power above the third counts in a gradient at such a layer,
     the unit vectors and their negatives are.
     """
-    width = len(covariance)
+    width, dtype = len(covariance), covariance.dtype
     nodes, weights = (-(3**0.5), 0.0, 3**0.5), (1 / 6, 2 / 3, 1 / 6)
-    root = torch.linalg.cholesky(covariance)
-    points = torch.tensor([*product(nodes, repeat=width)], dtype=covariance.dtype) @ root.T  # (3^d, d)
-    masses = torch.tensor([*product(weights, repeat=width)], dtype=covariance.dtype).prod(1)
+    grid, shares = (torch.tensor([*product(of, repeat=width)], dtype=dtype) for of in (nodes, weights))  # (3^d, d) each
+    points, masses = grid @ torch.linalg.cholesky(covariance).T, shares.prod(1)
     chosen = torch.tensor([*product(range(len(points)), repeat=examples + 1)])  # (B, N + 1)
-    units = torch.eye(width, dtype=covariance.dtype)
+    units = torch.eye(width, dtype=dtype)
     teachers = torch.cat([units, -units]).repeat_interleave(len(chosen), dim=0)  # (B, d)
     chosen = chosen.repeat(2 * width, 1)
     x = points[chosen]
@@ -101,46 +89,43 @@ def expected_gradient(layer: LinearSelfAttention, covariance: Tensor, examples: 
     "|gradient| / loss, expected over all prompts of N = 3 examples in 2 dimensions, in all entries of its matrices",
     "no preconditioner, best rate",
 )
-def best_preconditioner(normal: Normal) -> tuple[float, float]:
+def best_preconditioner(normal: Normal) -> Pairs:
     root = normal(2, 2)
     covariance = root @ root.T + 0.2 * torch.eye(2, dtype=root.dtype)
     plain = best_rate(covariance, 3) * torch.eye(2, dtype=root.dtype)
-    layers = (preconditioned_layer(matrix, 3) for matrix in (optimal_preconditioner(covariance, 3), plain))
-    right, wrong = (expected_gradient(layer, covariance, 3) for layer in layers)
-    return right, wrong
+    best, other = (preconditioned_layer(matrix, 3) for matrix in (optimal_preconditioner(covariance, 3), plain))
+    yield expected_gradient(best, covariance, 3), expected_gradient(other, covariance, 3)
 
 
-@dataclass(frozen=True)
-class States:
-    """Sequences of states; all but the first two are to be predicted from those before."""
-
-    states: Tensor  # (B, T + 2, d)
-
-    @property
-    def answers(self) -> Tensor:
-        """(B, T, d)"""
-        return self.states[:, 2:]
-
-
-def random_states(
-    count: int, generator: torch.Generator, variances: Tensor, length: int = LENGTH, dtype: torch.dtype = torch.float64
-) -> States:
-    """s_{t+1} = D O D^-1 s_t with a rotation O for every sequence and D^2 = diag(variances)."""
+def random_states(count: int, generator: Generator, variances: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """s_{t+1} = D O D^-1 s_t, (B, T + 2, d), with a rotation O for every sequence and D^2 = diag(variances)."""
     width = len(variances)
     normal = torch.randn(count, width, width + 1, generator=generator, dtype=dtype)
     rotation = torch.linalg.qr(normal[..., :-1])[0]  # (B, d, d)
     states = [normal[..., -1]]
-    for _ in range(length + 1):
+    for _ in range(LENGTH + 1):
         states.append((rotation @ states[-1][..., None])[..., 0])
-    return States(torch.stack(states, dim=1) * variances.sqrt().to(dtype))
+    return torch.stack(states, dim=1) * variances.sqrt().to(dtype)
 
 
-def next_states(layer: LinearSelfAttention, task: States, causal: bool = True) -> Tensor:
+def transitions(states: Tensor) -> Regression:
+    """States (B, T + 2, d) as tasks: examples s_{t-1} -> s_t, of which the query s_t may see those up to its own."""
+    return Regression(states[:, :-2], states[:, 1:-1], states[:, 1:-1], states[:, 2:])
+
+
+def next_states(layer: LinearSelfAttention, task: Regression, causal: bool = True) -> Tensor:
     """What linear self-attention over the tokens (s_t, s_{t-1}) predicts for the next states: (B, T, d)"""
-    tokens = torch.cat([task.states[:, 1:-1], task.states[:, :-2]], dim=-1)  # (B, T, 2 d)
+    tokens = torch.cat([task.targets, task.inputs], dim=-1)  # (B, T, 2 d)
     scores = dot_product(tokens @ layer.key.T, tokens @ layer.query.T)  # (B, T, T)
     attended = (scores.tril() if causal else scores) @ (tokens @ layer.value.T) @ layer.projection.T
-    return attended[..., : task.states.shape[2]]
+    return attended[..., : task.inputs.shape[2]]
+
+
+class TransitionModel(LinearSelfAttentionModel):
+    """One layer of causal linear self-attention, all four matrices free."""
+
+    def forward(self, task: Regression) -> Tensor:
+        return next_states(self.layers()[0], task)
 
 
 def transition_layer(preconditioner: Tensor) -> LinearSelfAttention:
@@ -150,15 +135,14 @@ def transition_layer(preconditioner: Tensor) -> LinearSelfAttention:
     return LinearSelfAttention(before, preconditioner @ now, now, identity)
 
 
-def descended_transitions(task: States, preconditioner: Tensor) -> Tensor:
+def descended_transitions(task: Regression, preconditioner: Tensor) -> Tensor:
     """The same predictions by explicit steps on the loss of the transitions so far, by autograd: (B, T, d)"""
     predictions = []
-    for now in range(1, task.states.shape[1] - 1):
-        weight = task.states.new_zeros(len(task.states), *preconditioner.shape).requires_grad_()  # (B, d, d)
-        before, after = task.states[:, :now], task.states[:, 1 : now + 1]
-        loss = (after - before @ weight.transpose(1, 2)).square().sum() / 2
+    for now in range(1, task.inputs.shape[1] + 1):
+        weight = task.inputs.new_zeros(len(task.inputs), *preconditioner.shape).requires_grad_()  # (B, d, d)
+        loss = (task.targets[:, :now] - task.inputs[:, :now] @ weight.transpose(1, 2)).square().sum() / 2
         step = -torch.autograd.grad(loss, weight)[0] @ preconditioner
-        predictions.append((step @ task.states[:, now, :, None])[..., 0])
+        predictions.append((step @ task.queries[:, now - 1, :, None])[..., 0])
     return torch.stack(predictions, dim=1)
 
 
@@ -168,34 +152,22 @@ def descended_transitions(task: States, preconditioner: Tensor) -> Tensor:
     "relative error against explicit steps by autograd, 50 sequences of 8 states in 4 dimensions",
     "no causal mask: later transitions are learned from too",
 )
-def autoregressive_step(normal: Normal) -> tuple[float, float]:
-    generator = torch.Generator().manual_seed(int(normal(1).abs() * 1e6))
-    task, preconditioner = random_states(50, generator, torch.ones(4)), normal(4, 4)
-    truth = descended_transitions(task, preconditioner)
-    layer = transition_layer(preconditioner)
-    return relative_error(next_states(layer, task), truth), relative_error(next_states(layer, task, False), truth)
+def autoregressive_step(normal: Normal) -> Pairs:
+    generator = Generator().manual_seed(int(normal(1).abs() * 1e6))
+    task, preconditioner = transitions(random_states(50, generator, torch.ones(4))), normal(4, 4)
+    truth, layer = descended_transitions(task, preconditioner), transition_layer(preconditioner)
+    yield relative_error(next_states(layer, task), truth), relative_error(next_states(layer, task, False), truth)
 
 
-def tuned_transitions(task: States, plain: bool) -> Tensor:
+def tuned_transitions(task: Regression, plain: bool) -> Tensor:
     """The A (d, d), or with `plain` the eta I, of least squared error over the given sequences."""
-    before, now = task.states[:, :-2], task.states[:, 1:-1]
+    before, now = task.inputs, task.queries
     seen = (now[..., None] * before[..., None, :]).cumsum(1)  # (B, T, d, d) sum of s_t' s_{t'-1}^T
     made = torch.einsum("btia,btk->btiak", seen, now).flatten(0, 2).flatten(1)  # of every entry of A
     identity = torch.eye(now.shape[2], dtype=now.dtype)
     made = made @ identity.reshape(-1, 1) if plain else made
     found = torch.linalg.lstsq(made, task.answers.reshape(-1, 1)).solution
     return found * identity if plain else found.view_as(identity)
-
-
-class TransitionModel(nn.Module):
-    """One layer of causal linear self-attention, all four matrices free."""
-
-    def __init__(self, width: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.matrices = nn.Parameter(torch.randn(4, 2 * width, 2 * width, generator=generator) * INITIAL_SCALE)
-
-    def forward(self, task: States) -> Tensor:
-        return next_states(LinearSelfAttention(*self.matrices.unbind(0)), task)
 
 
 def rbf(keys: Tensor, queries: Tensor) -> Tensor:
@@ -224,16 +196,14 @@ def functional_descent(task: Regression, rates: Tensor, kernel: Kernel) -> Tenso
     "largest relative error of predictions, kernels exp(-|x - z|^2 / 2) and exp(x . z), L = 1..5, 100 random tasks",
     "the layers attend by the dot product",
 )
-def functional_steps(normal: Normal) -> tuple[float, float]:
-    generator = torch.Generator().manual_seed(int(normal(1).abs() * 1e6))
-    task, errors = random_regression(100, 12, 6, 2, generator=generator), []
-    for kernel in (rbf, exponential):
-        for depth in range(1, 6):
-            rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
-            truth = functional_descent(task, rates, kernel)
-            layers = [gradient_step_layer(6, 2, 12, rate) for rate in rates.tolist()]
-            errors.append([relative_error(predict(layers, task, kernel=k), truth) for k in (kernel, dot_product)])
-    return max(right for right, _ in errors), min(wrong for _, wrong in errors)
+def functional_steps(normal: Normal) -> Pairs:
+    task = hundred_tasks(normal)
+    for kernel, depth in product((rbf, exponential), range(1, 6)):
+        rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
+        truth = functional_descent(task, rates, kernel)
+        layers = [gradient_step_layer(6, 2, 12, rate) for rate in rates.tolist()]
+        right, wrong = (relative_error(predict(layers, task, kernel=k), truth) for k in (kernel, dot_product))
+        yield right, wrong
 
 
 def run_descent(seed: int = 0) -> list[Record]:
@@ -242,18 +212,15 @@ def run_descent(seed: int = 0) -> list[Record]:
 
 
 def _trained_preconditioner(seed: int) -> Record:
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     width, covariance = len(VARIANCES), VARIANCES.diag()
-
-    def tasks(count: int, dtype: torch.dtype) -> Regression:
-        return random_regression(count, EXAMPLES, width, generator=generator, dtype=dtype, variances=VARIANCES)
-
+    tasks = partial(random_tasks, examples=EXAMPLES, width=width, generator=generator, variances=VARIANCES)
     model = LinearSelfAttentionModel(width, 1, 1, generator=generator)
     with torch.no_grad():  # from a start of the other sign it often ends in a worse minimum
         model.matrices[:, 1] = model.matrices[:, 0]
         model.matrices[:, 3] = -model.matrices[:, 2].transpose(1, 2)
-    train(model, lambda: tasks(BATCH, torch.float32), 800)
-    unseen = tasks(20_000, torch.float64)
+    train(model, lambda: tasks(BATCH, dtype=torch.float32), 800)
+    unseen = tasks(20_000)
     plain = best_rate(covariance, EXAMPLES) * torch.eye(width, dtype=torch.float64)
     layers = [preconditioned_layer(A, EXAMPLES) for A in (optimal_preconditioner(covariance, EXAMPLES), plain)]
     best, other = (agreement(model.double(), partial(predict, [layer]), unseen) for layer in layers)
@@ -269,14 +236,14 @@ def _trained_preconditioner(seed: int) -> Record:
 
 
 def _trained_on_states(seed: int) -> Record:
-    generator = torch.Generator().manual_seed(seed)
-    model = TransitionModel(4, generator)
-    train(model, lambda: random_states(BATCH, generator, VARIANCES[:4], dtype=torch.float32), 800)
-    tuning, unseen = (random_states(4_000, generator, VARIANCES[:4]) for _ in range(2))
+    generator = Generator().manual_seed(seed)
+    model = TransitionModel(4, 4, 1, generator=generator)
+    train(model, lambda: transitions(random_states(BATCH, generator, VARIANCES[:4], dtype=torch.float32)), 800)
+    tuning, unseen = (transitions(random_states(4_000, generator, VARIANCES[:4])) for _ in range(2))
     with torch.no_grad():
         found = model.double()(unseen)
     steps = [next_states(transition_layer(tuned_transitions(tuning, plain)), unseen) for plain in (False, True)]
-    losses = [float(half_squared_error(part, unseen.answers)) for part in (found, *steps)]
+    losses = [float(unseen.loss(part)) for part in (found, *steps)]
     best, other = (float((found - step).norm(dim=-1).mean()) for step in steps)
     return Record(
         "Trained to predict the next state of linear systems, a layer comes near to one step on the transitions seen.",
@@ -291,16 +258,16 @@ def _trained_on_states(seed: int) -> Record:
 
 
 def _matching_kernel(seed: int) -> Record:
-    generator = torch.Generator().manual_seed(seed)
-    task = random_regression(1_000, EXAMPLES, 2, generator=generator, queries=4)
+    generator = Generator().manual_seed(seed)
+    task = random_tasks(1_000, EXAMPLES, 2, generator=generator, queries=4)
     x = 3 * torch.cat([task.inputs, task.queries], dim=1)  # (B, N + Q, d)
     root = torch.linalg.cholesky(rbf(x, x) + 1e-8 * torch.eye(x.shape[1], dtype=x.dtype))
     y = root @ torch.randn(len(x), x.shape[1], 1, generator=generator, dtype=x.dtype)  # a random function's values
     drawn = Regression(x[:, :EXAMPLES], y[:, :EXAMPLES], x[:, EXAMPLES:], y[:, EXAMPLES:])
     rates = torch.logspace(-2, 0.5, 11, dtype=x.dtype)
     matched, linear = (
-        min(float(half_squared_error(functional_descent(drawn, r.expand(8), k), drawn.answers)) for r in rates)
-        for k in (rbf, dot_product)
+        min(float(drawn.loss(functional_descent(drawn, rate.expand(8), kernel))) for rate in rates)
+        for kernel in (rbf, dot_product)
     )
     return Record(
         "Attention predicts random functions best with the kernel that they were drawn with.",

@@ -6,34 +6,29 @@ labels y_i = +-1, going through the examples one by one,
     primal   if y_t (w . x_t) <= 0:                     w <- w + y_t x_t
     dual     if y_t sum_i a_i y_i k(x_i, x_t) <= 0:     a_t <- a_t + 1
 
-With k(x, z) = x . z both make the same mistakes, w = sum_i a_i y_i x_i, and the dual's output sum_i (a_i y_i) (x_i . x)
-is unnormalised attention to the examples, with values a_i y_i; another k, such as a softmax, learns another function.
+With k(x, z) = x . z both make the same mistakes, and the dual's output sum_i (a_i y_i) (x_i . x) is unnormalised
+attention to the examples. Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798) say it of SGD. A layer y = W x + b
+that sees the inputs x_i and receives the loss gradients g_i = dL/dy_i is, after any number of steps,
 
-Irie, Csordas and Schmidhuber (2022, arXiv 2202.05798) say it of SGD. A layer y = W x + b that sees the inputs x_i and
-receives the loss gradients g_i = dL/dy_i changes in one step by -lr sum_i g_i x_i^T. With e_i = -lr g_i, after any
-number of steps,
+    W x = W_0 x + sum_i e_i (x_i . x) = W_0 x + LinearAttn(values E, keys X, query x),           e_i = -lr g_i
 
-    W x = W_0 x + sum_i e_i (x_i . x) = W_0 x + LinearAttn(values E, keys X, query x)            (plain SGD)
-
-Training with momentum and weight decay is still linear in the recorded gradients, only with other coefficients:
+and with momentum and weight decay still linear in the recorded gradients, only with other coefficients:
 
     W = a W_0 + sum_s c_s G_s,      G_s = sum_{i in step s} g_i x_i^T,      e_i = c_s g_i
 
-`example_weights` finds a and c_s for torch's SGD. With momentum mu and a constant rate, for example,
-c_s = -lr (1 - mu^(T-s+1)) / (1 - mu): an early example weighs more than a late one. An optimizer that divides by
-gradient statistics (Adam) has no such coefficients that hold for all entries of W: the statement ends there.
+`example_weights` finds a and c_s for torch's SGD; with momentum mu and a constant rate c_s is -lr (1 - mu^(T-s+1)) /
+(1 - mu). An optimizer that divides by gradient statistics (Adam) has no such coefficients for all entries of W.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.metrics.vectors import l2_norm
+from fairseq_icl.metrics.vectors import relative_error
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """(keys (..., n, d), queries (..., m, d) or (d,)) -> scores (..., m, n) or (n,)"""
@@ -94,20 +89,16 @@ def example_weights(rules: list[SgdRule]) -> tuple[float, list[float]]:
     Runs torch's update on the coefficients instead of on the matrices: W and the momentum buffer are both linear
     combinations of W_0 and the gradients, so a vector of T + 1 numbers stands for each.
     """
-    weight = [1.0] + [0.0] * len(rules)  # coefficients of (W_0, G_1, ..., G_T)
-    buffer: list[float] | None = None
-    for step, rule in enumerate(rules, start=1):
-        change = [rule.weight_decay * coefficient for coefficient in weight]
-        change[step] += 1.0
+    units = torch.eye(len(rules) + 1, dtype=torch.float64)
+    weight, buffer = units[0], None  # coefficients of (W_0, G_1, ..., G_T)
+    for gradient, rule in zip(units[1:], rules, strict=True):
+        change = rule.weight_decay * weight + gradient
         if rule.momentum:
-            if buffer is None:  # torch starts the buffer with the first gradient, without dampening
-                buffer = change
-            else:
-                kept, added = rule.momentum, 1.0 - rule.dampening
-                buffer = [kept * old + added * new for old, new in zip(buffer, change, strict=True)]
-            change = [c + rule.momentum * m for c, m in zip(change, buffer, strict=True)] if rule.nesterov else buffer
-        weight = [w - rule.lr * c for w, c in zip(weight, change, strict=True)]
-    return weight[0], weight[1:]
+            # torch starts the buffer with the first gradient, without dampening
+            buffer = change if buffer is None else rule.momentum * buffer + (1.0 - rule.dampening) * change
+            change = change + rule.momentum * buffer if rule.nesterov else buffer
+        weight = weight - rule.lr * change
+    return float(weight[0]), weight[1:].tolist()
 
 
 @dataclass
@@ -120,27 +111,17 @@ class TrainingStep:
     unexplained: float  # |weight.grad - sum_i g_i x_i^T| / |weight.grad|; not 0: the weight is also used elsewhere
 
 
-@dataclass
 class DualRecorder:
-    """Context manager that records a linear layer while it trains.
-
-        with DualRecorder(layer) as recorder:
-            for batch in batches:
-                loss(batch).backward()
-                recorder.end_step(SgdRule.of(optimizer, layer.weight))
-                optimizer.step(); optimizer.zero_grad()
-        trained_layer = recorder.dual_layer()
+    """Context manager that records a linear layer while it trains; docs/theory.md shows its use.
 
     Reads module input and output, so the layer must be called as a module: fairseq's fused attention path reads the
     weights of q/k/v_proj directly and would record nothing, which `end_step` reports.
     """
 
-    layer: nn.Linear
-    steps: list[TrainingStep] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        bias = self.layer.bias
-        parts = [self.layer.weight] + ([] if bias is None else [bias[:, None]])
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.steps: list[TrainingStep] = []
+        parts = [layer.weight] + ([] if layer.bias is None else [layer.bias[:, None]])
         self.initial_weight = torch.cat(parts, dim=1).detach()  # (out, in), or (out, in + 1) with a bias
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -148,52 +129,37 @@ class DualRecorder:
         self._hook = self.layer.register_forward_hook(self._record)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
     def _record(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if not output.requires_grad:
-            return
-        inputs = args[0].detach().flatten(0, -2)
-
-        def keep(gradient: Tensor) -> None:  # on the output, so that x and g of the same pass stay together
-            self._pairs.append((inputs, gradient.detach().flatten(0, -2)))
-
-        output.register_hook(keep)
+        if output.requires_grad:
+            inputs = args[0].detach().flatten(0, -2)
+            # on the output, so that x and g of the same pass stay together
+            output.register_hook(lambda gradient: self._pairs.append((inputs, gradient.detach().flatten(0, -2))))
 
     def end_step(self, rule: SgdRule, gradient_scale: float = 1.0) -> None:
-        """Close a step; call it after backward and before optimizer.step.
+        """Close a step, after backward and before optimizer.step is about to apply the `rule`.
 
-        Args:
-            rule: what the optimizer is about to apply.
-            gradient_scale: factor by which the gradient was changed after backward (clipping, division by tokens).
+        `gradient_scale` is the factor by which the gradient was changed since backward (clipping, division by tokens).
         """
         if not self._pairs:
             raise UserError("nothing was recorded: the layer is not called as a module, or gets no gradient")
         inputs = torch.cat([x for x, _ in self._pairs])
         gradients = torch.cat([g for _, g in self._pairs]) * gradient_scale
         self._pairs.clear()
-        unexplained = float("nan")
-        if self.layer.weight.grad is not None:
-            gap = self.layer.weight.grad - gradients.T @ inputs
-            unexplained = float(l2_norm(gap) / l2_norm(self.layer.weight.grad).clamp_min(torch.finfo(gap.dtype).tiny))
+        whole = self.layer.weight.grad
+        unexplained = float("nan") if whole is None else relative_error(gradients.T @ inputs, whole)
         self.steps.append(TrainingStep(inputs, gradients, rule, unexplained))
 
     def dual_layer(self, rules: list[SgdRule] | None = None) -> "DualLayer":
-        """The trained layer in its dual form.
-
-        Args:
-            rules: one per step, in place of the recorded ones, to see what an unaccounted momentum does.
-        """
+        """The trained layer in its dual form; other `rules` than the recorded ones show what they leave unaccounted."""
         if not self.steps:
             raise UserError("no step was recorded: call end_step after every backward pass")
         kept, coefficients = example_weights([step.rule for step in self.steps] if rules is None else rules)
-        pairs = zip(self.steps, coefficients, strict=True)
-        return DualLayer(
-            initial_weight=kept * self.initial_weight,
-            keys=_widened(torch.cat([step.inputs for step in self.steps]), self.initial_weight),
-            values=torch.cat([coefficient * step.gradients for step, coefficient in pairs]),
-        )
+        keys = _widened(torch.cat([step.inputs for step in self.steps]), self.initial_weight)
+        values = torch.cat([by * step.gradients for step, by in zip(self.steps, coefficients, strict=True)])
+        return DualLayer(kept * self.initial_weight, keys, values)
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,21 @@ C, into an MLP f(W a + b). With a_0 = A(x) without context and dA = A(C, x) - A(
 
     dW = (W dA) a_0^T / |a_0|^2            f((W + dW) a_0 + b) = f(W A(C, x) + b)
 
-so the block without context and with W + dW computes what the block with context and W computes, exactly, for this
-token. A residual stream around the MLP carries its own change dR, which a change of the last bias takes over (the
-paper's theorem for skip connections; Innocenti and Achour 2025, arXiv 2512.11255, for layer norms and all positions):
+exactly, for this token. The residual stream around the MLP carries its own change dR, which the last bias takes over
+(Innocenti and Achour 2025, arXiv 2512.11255, for layer norms and all positions):
 
     out = R + f_2(W a + b) + b_2:        W <- W + dW,   b_2 <- b_2 + dR
 
-An MLP with a gate, f_2(g(W_g a) * W a), has two matrices that read a; both get their own dW by the same formula.
-
-Demonstrations that come one by one give dW_1, dW_2, ...; the paper reads their differences as gradient steps of rate
-1/|a_0|^2 on the losses L_k(W) = trace(D_k^T W), D_k = W (A(C_k, x) - A(C_k+1, x)) a_0^T. What the statement is not: one
-dW that serves several tokens. `joint_update` finds that one where it exists.
+An MLP with a gate, f_2(g(W_g a) * W a), has two matrices that read a; both get their own dW by the same formula. As
+contexts grow, the differences of their dW are gradient steps of rate 1/|a_0|^2 on L_k(W) = trace(D_k^T W), D_k =
+W (A(C_k, x) - A(C_k+1, x)) a_0^T. What the statement is not: one dW that serves several tokens. `joint_update` finds
+that one where it exists.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +28,9 @@ from fairseq_icl.errors import UserError
 
 
 def implicit_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tensor:
-    """dW = (W dA) a_0^T / |a_0|^2
+    """dW = (W dA) a_0^T / |a_0|^2 (..., out, in), of rank one for every token.
 
-    Args:
-        weight: W (out, in) of the MLP's first layer.
-        without: a_0 (..., in), the MLP's input at the token without context.
-        with_context: A(C, x) (..., in), the same with context.
-
-    Returns:
-        (..., out, in), of rank one for every token.
+    `weight` is W (out, in), `without` a_0 (..., in) and `with_context` A(C, x) (..., in).
     """
     size = without.square().sum(-1, keepdim=True)
     if bool((size == 0).any()):
@@ -60,22 +52,24 @@ def joint_update(weight: Tensor, without: Tensor, with_context: Tensor) -> Tenso
 class BlockUpdate:
     """What to add to a block without context so that it equals the block with context at one token."""
 
-    first_weight: Tensor  # (hidden, d) dW, to the first linear layer of the MLP
+    weights: list[Tensor]  # (hidden, d) dW, to the first linear layer of the MLP and, if it has one, to its gate
     last_bias: Tensor  # (d,) dR, to the bias of its second
-    gate_weight: Tensor | None = None  # (hidden, d), to the gate that reads the same input, in an MLP that has one
 
 
 @contextmanager
-def recorded_mlp(block: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def recorded_mlp(block: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """([a], [R]) of every pass: inputs of a layer's MLP (`fc1`, `fc2`), and the residual stream around it.
 
     With the norm in front (GPT-2's order) the residual stream is the layer's output without the MLP's, also where the
     MLP runs beside attention; with the norm behind it is the MLP's own input. Tensors come as the layer sees them,
     (length, batch, d) in fairseq.
     """
+    for name in ("fc1", "fc2"):
+        if not isinstance(getattr(block, name, None), nn.Module):
+            raise UserError(f"{type(block).__name__} has no {name}: not a decoder layer of fairseq's kind")
     inputs: list[Tensor] = []
     residuals: list[Tensor] = []
-    first, last = _part(block, "fc1"), _part(block, "fc2")
+    first, last = block.fc1, block.fc2
     outputs: list[Tensor] = []
     hooks = [first.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))]
     if block.normalize_before:
@@ -94,24 +88,22 @@ def recorded_mlp(block: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]
             hook.remove()
 
 
-def block_update(block: nn.Module, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
+def block_update(block: Any, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> BlockUpdate:
     """The update of a decoder layer from what its MLP saw at one token, (d,) each: [without, with context]"""
-    first, *gate = (implicit_update(weight.detach(), inputs[0], inputs[1]) for weight in _first_weights(block))
-    return BlockUpdate(first, residuals[1] - residuals[0], *gate)
+    updates = [implicit_update(weight.detach(), inputs[0], inputs[1]) for weight in _first_weights(block)]
+    return BlockUpdate(updates, residuals[1] - residuals[0])
 
 
 @contextmanager
-def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
+def applied(block: Any, update: BlockUpdate, bias: bool = True) -> Iterator[None]:
     """While open, the layer runs with the update; without its bias part if `bias` is False."""
-    weights, last = _first_weights(block), _part(block, "fc2")
-    changes = [update.first_weight] + ([] if update.gate_weight is None else [update.gate_weight])
+    weights, last = _first_weights(block), block.fc2
     old_weights, old_bias = [weight.detach().clone() for weight in weights], last.bias
     with torch.no_grad():
-        for weight, change in zip(weights, changes, strict=True):
+        for weight, change in zip(weights, update.weights, strict=True):
             weight.add_(change)
         if bias:  # a layer without bias gets one for as long
-            moved = update.last_bias if old_bias is None else cast(Tensor, old_bias) + update.last_bias
-            last.bias = nn.Parameter(moved)
+            last.bias = nn.Parameter(update.last_bias if old_bias is None else old_bias + update.last_bias)
     try:
         yield
     finally:
@@ -121,14 +113,7 @@ def applied(block: nn.Module, update: BlockUpdate, bias: bool = True) -> Iterato
                 weight.copy_(old)
 
 
-def _first_weights(block: nn.Module) -> list[nn.Parameter]:
+def _first_weights(block: Any) -> list[nn.Parameter]:
     """The matrices (hidden, d) that read the MLP's input: fc1's and, in a gated MLP, the gate's."""
     gate = getattr(block, "gate_proj", None)
-    return [part.get_parameter("weight") for part in (_part(block, "fc1"), gate) if part is not None]
-
-
-def _part(block: nn.Module, name: str) -> nn.Module:
-    part = getattr(block, name, None)
-    if not isinstance(part, nn.Module):
-        raise UserError(f"{type(block).__name__} has no {name}: not a decoder layer of fairseq's kind")
-    return part
+    return [part.get_parameter("weight") for part in (block.fc1, gate) if part is not None]

@@ -1,22 +1,20 @@
 """Attention to demonstrations as a change of weights: exact without softmax, measurable with it.
 
-Dai et al. (2023, arXiv 2212.10559, section 3). X' are the inputs of the demonstrations' tokens, X those of the query's
-own tokens, q a query vector. Without softmax and scale one head computes
+Dai et al. (2023, arXiv 2212.10559, section 3). With the demonstrations' tokens X', the query's own tokens X and a query
+vector q, one head without softmax and scale computes
 
     F(q) = W_V [X'; X] (W_K [X'; X])^T q = W_ZSL q + dW_ICL q
     W_ZSL = V^T K = sum_own v_t k_t^T,      dW_ICL = V'^T K' = sum_demonstrations v_i k_i^T
 
 so the demonstrations add one matrix (`weight_update`) that does not depend on q. Softmax attention normalises over both
-parts, and what is exact for it is another decomposition, with the share s(q) of attention that demonstrations receive:
+parts; for it another decomposition is exact, with the share s(q) of attention that demonstrations receive:
 
     o_ICL - o_ZSL = s(q) (o_demonstrations(q) - o_ZSL(q))
 
-Here the added part depends on q in a nonlinear way and shrinks what was there. `explain` measures how much of this
-change the linear part dW_ICL q still explains. Shapes: H heads, D their width, n query vectors, P demonstration tokens,
-T own tokens; every query vector may see all T own tokens (mask by passing fewer).
+`explain` measures how much of this change dW_ICL q still explains. Shapes: H heads, D their width, n query vectors, P
+demonstration tokens, T own tokens; every query vector may see all T own tokens (mask by passing fewer).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,13 +34,10 @@ def weight_update(key: Tensor, value: Tensor) -> Tensor:
     return value.transpose(-2, -1) @ key
 
 
-def relaxed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """sum_i v_i (k_i . q), token by token: query (..., n, D), key and value (..., P, D) -> (..., n, D)"""
-    return (query @ key.transpose(-2, -1)) @ value
-
-
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """sum_i softmax_i(scale q . k_i) v_i; shapes as above, scale D ** -0.5 if not given"""
+    """sum_i softmax_i(scale q . k_i) v_i, (..., n, D), of query (..., n, D), key and value (..., P, D)
+
+    `scale` is D ** -0.5 if not given."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return torch.softmax(scale * query @ key.transpose(-2, -1), dim=-1) @ value
 
@@ -57,17 +52,9 @@ class SoftmaxChange(NamedTuple):
 
 
 def softmax_change(query: Tensor, own: Heads, demonstrations: Heads, scale: float | None = None) -> SoftmaxChange:
-    """The change at equal queries and own tokens: only the demonstrations' keys and values come or go.
-
-    Args:
-        query: (H, n, D) query vectors, unscaled.
-        own: keys and values of the query's own tokens, (H, T, D).
-        demonstrations: keys and values of the demonstrations' tokens, (H, P, D).
-        scale: on q . k; D ** -0.5 if not given.
-    """
+    """The change at equal queries (H, n, D) and own tokens: only the demonstrations' keys and values come or go."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    key = torch.cat([demonstrations.key, own.key], dim=-2)
-    value = torch.cat([demonstrations.value, own.value], dim=-2)
+    _, key, value = (torch.cat(pair, dim=-2) for pair in zip(demonstrations, own, strict=True))
     weights = torch.softmax(scale * query @ key.transpose(-2, -1), dim=-1)  # (H, n, P + T)
     zero_shot = softmax_attention(query, own.key, own.value, scale)
     only_demonstrations = softmax_attention(query, demonstrations.key, demonstrations.value, scale)
@@ -75,8 +62,7 @@ def softmax_change(query: Tensor, own: Heads, demonstrations: Heads, scale: floa
     return SoftmaxChange(zero_shot, weights @ value - zero_shot, share, only_demonstrations)
 
 
-@dataclass(frozen=True)
-class Explained:
+class Explained(NamedTuple):
     """How well a linear part l explains a change d over n query vectors; one number per head (or per leading index)."""
 
     relative_error: Tensor  # |d - l| / |d| as the formula stands: the relaxation also drops the normalisation
@@ -87,11 +73,7 @@ class Explained:
 
 
 def explain(change: Tensor, linear: Tensor) -> Explained:
-    """Compare a change of attention output with what a linear part predicts.
-
-    Args:
-        change: (..., n, D), for example `softmax_change(...).change`, or the change seen in a real model.
-        linear: (..., n, D), for example `relaxed_attention` to the demonstrations.
+    """A change of attention output (..., n, D), such as that of `softmax_change`, beside what a linear part predicts.
 
     For a whole layer pass (n, d) tensors after the output projection; then all results are single numbers.
     """
@@ -100,16 +82,16 @@ def explain(change: Tensor, linear: Tensor) -> Explained:
     def inner(first: Tensor, second: Tensor) -> Tensor:
         return (first * second).sum((-2, -1))
 
+    def error(predicted: Tensor) -> Tensor:
+        return inner(change - predicted, change - predicted).sqrt() / inner(change, change).sqrt().clamp_min(tiny)
+
     scale = inner(change, linear) / inner(linear, linear).clamp_min(tiny)
-    size = inner(change, change).sqrt().clamp_min(tiny)
-    scaled = scale[..., None, None] * linear
-    centred_change = change - change.mean(-2, keepdim=True)
-    centred_linear = linear - linear.mean(-2, keepdim=True)
+    centred_change, centred_linear = (part - part.mean(-2, keepdim=True) for part in (change, linear))
     spread = inner(centred_change, centred_change) * inner(centred_linear, centred_linear)
     return Explained(
-        relative_error=inner(change - linear, change - linear).sqrt() / size,
+        relative_error=error(linear),
         scale=scale,
-        scaled_error=inner(change - scaled, change - scaled).sqrt() / size,
+        scaled_error=error(scale[..., None, None] * linear),
         cosine=torch.cosine_similarity(change, linear, dim=-1).mean(-1),
         r2=torch.where(spread > 0, inner(centred_change, centred_linear).square() / spread, torch.nan),
     )

@@ -13,9 +13,8 @@ L layers, H heads, D their width, d = H D, n queries.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +24,18 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm, relative_error
 from fairseq_icl.models.attention import relaxed
 from fairseq_icl.observing.probe import queries_keys_values
+from fairseq_icl.theory.dual_form import dot_product
 from fairseq_icl.theory.implicit_update import applied, block_update, implicit_update, recorded_mlp
-from fairseq_icl.theory.linear_attention import (
-    Explained,
-    Heads,
-    explain,
-    relaxed_attention,
-    softmax_change,
-    weight_update,
-)
+from fairseq_icl.theory.linear_attention import Explained, Heads, explain, softmax_change, weight_update
 from fairseq_icl.theory.statements import DAI, DHERIN, Record
 
+Ids = Sequence[int]  # of tokens
 Seen = TypeVar("Seen")
-
+Look = Callable[[Any, Tensor, Any], Seen]  # (module, its input, its output) -> what is kept of them
 SHOWN_LAYERS = 8
 
 
-@dataclass(frozen=True)
-class AttentionChange:
+class AttentionChange(NamedTuple):
     """How demonstrations change attention at the last token, against what dW_ICL q predicts; (L, H) each."""
 
     direct: Explained  # demonstrations come or go at equal queries and own tokens: what the statement speaks of
@@ -51,9 +44,7 @@ class AttentionChange:
 
 
 @torch.no_grad()
-def attention_change(
-    decoder: nn.Module, start: Sequence[int], context: Sequence[int], queries: Sequence[Sequence[int]]
-) -> AttentionChange:
+def attention_change(decoder: nn.Module, start: Ids, context: Ids, queries: Sequence[Ids]) -> AttentionChange:
     """Observe n queries (token ids) behind one context; at least two, or R^2 has nothing to vary over."""
     if list(context[: len(start)]) != list(start) or len(context) == len(start):
         raise UserError("the context must begin with the start tokens and go on with demonstrations")
@@ -64,9 +55,8 @@ def attention_change(
             own = Heads(*(torch.cat([part[:, : len(start)], part[:, len(context) :]], dim=1) for part in both))
             last = both.query[:, -1:]  # (H, 1, D)
             seen = softmax_change(last, own, demonstrations)
-            linear = relaxed_attention(last, demonstrations.key, demonstrations.value)
             weights = weight_update(own.key, own.value) + weight_update(demonstrations.key, demonstrations.value)
-            whole = relaxed_attention(last, both.key, both.value)
+            linear, whole = (dot_product(part.key, last) @ part.value for part in (demonstrations, both))
             errors.append(relative_error(last @ weights.transpose(1, 2), whole))
             rows.append((linear, seen.change, seen.share[..., None]))
     # (n L) x (H, 1, ...) -> (L, H, n, ...)
@@ -77,7 +67,7 @@ def attention_change(
     return AttentionChange(explain(change, linear), share[..., 0].mean(2), max(errors))
 
 
-def _heads(decoder: nn.Module, sequence: Sequence[int]) -> list[Heads]:
+def _heads(decoder: nn.Module, sequence: Ids) -> list[Heads]:
     """Queries (unscaled), keys and values (H, T, D) of every layer, rotated where the model does so."""
 
     def look(module: Any, given: Tensor, _: Any) -> Heads:
@@ -87,8 +77,7 @@ def _heads(decoder: nn.Module, sequence: Sequence[int]) -> list[Heads]:
     return _watched(decoder, [layer.self_attn for layer in _layers(decoder)], sequence, look)[0]
 
 
-@dataclass(frozen=True)
-class RelaxedModel:
+class RelaxedModel(NamedTuple):
     """The model whose attention is linear in every layer, beside the model itself, at the last token of n queries."""
 
     distance: float  # total variation between the two predictions of the next token, in context; mean over queries
@@ -99,15 +88,13 @@ class RelaxedModel:
 
 
 @torch.no_grad()
-def relaxed_model(
-    decoder: nn.Module, start: Sequence[int], context: Sequence[int], queries: Sequence[Sequence[int]]
-) -> RelaxedModel:
+def relaxed_model(decoder: nn.Module, start: Ids, context: Ids, queries: Sequence[Ids]) -> RelaxedModel:
     """How far is the model without softmax and scale, which the papers reason about, from the model itself?
 
     The decoder itself, called with tokens (B, T), must return (logits (B, T, vocabulary), ...).
     """
 
-    def prediction(sequence: Sequence[int]) -> tuple[Tensor, Tensor]:  # of the next token (V,); outputs (L, d)
+    def prediction(sequence: Ids) -> tuple[Tensor, Tensor]:  # of the next token (V,); outputs (L, d)
         modules = [layer.self_attn for layer in _layers(decoder)]
         seen, result = _watched(decoder, modules, sequence, _last_output, whole=True)
         return result[0][0, -1].softmax(-1), torch.stack(seen)
@@ -118,21 +105,15 @@ def relaxed_model(
         zero_shot, _ = prediction([*start, *query])
         with relaxed(decoder):
             linear, linear_outputs = prediction([*context, *query])
-        rows.append(
-            (
-                (linear - real).abs().sum() / 2,
-                (zero_shot - real).abs().sum() / 2,
-                (linear.argmax() == real.argmax()).to(real.dtype),
-                torch.cosine_similarity(linear_outputs, outputs, dim=-1),
-                (linear_outputs - outputs).norm(dim=-1) / outputs.norm(dim=-1),
-            )
-        )
-    distance, moved, agreement, cosine, error = (torch.stack(part).mean(0) for part in zip(*rows, strict=True))
-    return RelaxedModel(float(distance), float(moved), float(agreement), cosine, error)
+        distance, moved = ((other - real).abs().sum() / 2 for other in (linear, zero_shot))
+        agrees = (linear.argmax() == real.argmax()).to(real.dtype)
+        error = (linear_outputs - outputs).norm(dim=-1) / outputs.norm(dim=-1)
+        rows.append((distance, moved, agrees, torch.cosine_similarity(linear_outputs, outputs, dim=-1), error))
+    distance, moved, agrees, cosine, error = (torch.stack(part).mean(0) for part in zip(*rows, strict=True))
+    return RelaxedModel(float(distance), float(moved), float(agrees), cosine, error)
 
 
-@dataclass(frozen=True)
-class ImplicitUpdates:
+class ImplicitUpdates(NamedTuple):
     """The implicit update of every block at one token, as its context grows through K stages."""
 
     error: Tensor  # (L,) relative error of the updated block without context against the block with the full context
@@ -142,9 +123,7 @@ class ImplicitUpdates:
     updates: list[Tensor]  # L x (hidden, d), for the full context; compare with a fine-tuning update of fc1
 
 
-def implicit_updates(
-    decoder: nn.Module, start: Sequence[int], contexts: Sequence[Sequence[int]], query: Sequence[int]
-) -> ImplicitUpdates:
+def implicit_updates(decoder: nn.Module, start: Ids, contexts: Sequence[Ids], query: Ids) -> ImplicitUpdates:
     """Observe one query behind growing contexts (token ids, shortest first; each begins with `start`)."""
     if not contexts:
         raise UserError("no context given: the update is the difference that a context makes")
@@ -163,8 +142,8 @@ def implicit_updates(
         errors = (relative_error(before[index], outputs[-1][index]) for before in (moved, outputs[0]))
         weight = layer.fc1.weight.detach()
         path = implicit_update(weight, inputs[0], torch.stack(inputs[1:]))  # (K, hidden, d)
-        rank = int(torch.linalg.matrix_rank(update.first_weight, rtol=1e-8))
-        rows.append((*errors, rank, torch.stack([*map(l2_norm, path)]) / l2_norm(weight), update.first_weight))
+        rank = int(torch.linalg.matrix_rank(update.weights[0], rtol=1e-8))
+        rows.append((*errors, rank, torch.stack([*map(l2_norm, path)]) / l2_norm(weight), update.weights[0]))
     error, unmoved, ranks, norms, updates = zip(*rows, strict=True)
     return ImplicitUpdates(torch.tensor(error), torch.tensor(unmoved), list(ranks), torch.stack(norms), list(updates))
 
@@ -174,9 +153,7 @@ def antisymmetric_share(jacobian: Tensor) -> float:
     return float((jacobian - jacobian.T).square().sum() / (4 * jacobian.square().sum()))
 
 
-def update_fields(
-    decoder: nn.Module, start: Sequence[int], context: Sequence[int], query: Sequence[int]
-) -> list[tuple[float, float]]:
+def update_fields(decoder: nn.Module, start: Ids, context: Ids, query: Ids) -> list[tuple[float, float]]:
     """Is ICL's update of the last token's state h, as a function of h, the gradient of anything? One pair a layer.
 
     u(h) is what the demonstrations' keys and values change in the output of attention to given keys and values, where
@@ -213,9 +190,7 @@ def _update(module: Any, norm: nn.Module | None, others: Tensor, start: int, end
     return nn.functional.linear(change.flatten(), module.out_proj.weight)
 
 
-def run_on_decoder(
-    decoder: nn.Module, start: Sequence[int], contexts: Sequence[Sequence[int]], queries: Sequence[Sequence[int]]
-) -> list[Record]:
+def run_on_decoder(decoder: nn.Module, start: Ids, contexts: Sequence[Ids], queries: Sequence[Ids]) -> list[Record]:
     """The statements on one decoder, as records for the page; seconds for a small model and some tens of queries.
 
     `contexts` grow, the full one last; the implicit update is taken at the last token of the first query.
@@ -296,38 +271,24 @@ def _layers(decoder: nn.Module) -> list[Any]:
     return list(layers)
 
 
-def _tokens(decoder: nn.Module, sequence: Sequence[int]) -> Tensor:
-    """The sequence where the decoder is: (1, T)"""
-    return torch.tensor([list(sequence)], device=next(decoder.parameters()).device)
-
-
 def _last_output(_: Any, __: Tensor, output: Any) -> Tensor:
     return output[0][-1, 0]
 
 
 def _watched(
-    decoder: Any,
-    modules: Sequence[nn.Module],
-    sequence: Sequence[int],
-    look: Callable[[Any, Tensor, Any], Seen],
-    whole: bool = False,
+    decoder: Any, modules: Sequence[nn.Module], sequence: Ids, look: Look[Seen], whole: bool = False
 ) -> tuple[list[Seen], Any]:
-    """What `look` sees of each module's (module, input, output) in a pass, and what the decoder returns.
-
-    With `whole` the decoder runs up to its logits, otherwise to its features.
-    """
+    """What `look` sees of each module in a pass, and what the decoder returns: features, or with `whole` logits."""
     seen: list[Seen] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen.append(look(module, (args or tuple(kwargs.values()))[0], output))
 
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-    tokens = _tokens(decoder, sequence)
-    try:
+    tokens = torch.tensor([list(sequence)], device=next(decoder.parameters()).device)  # (1, T)
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         result = decoder(tokens) if whole else decoder.extract_features(tokens, None)
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(seen) != len(modules):
         raise UserError(f"saw {len(seen)} of the {len(modules)} layers of the decoder in a pass")
     return seen, result

@@ -4,34 +4,22 @@ All on small random problems in float64; what has to be trained first is in `tra
 `on_decoder`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fairseq_icl.metrics.vectors import relative_error
 from fairseq_icl.models.attention import decayed_sum
-from fairseq_icl.theory.construction import (
-    Regression,
-    gradient_descent,
-    gradient_step_layer,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import Regression, gradient_descent, gradient_step_layer, predict, random_tasks
 from fairseq_icl.theory.dual_form import DualRecorder, Kernel, SgdRule, dot_product, softmax_kernel, train_perceptron
 from fairseq_icl.theory.implicit_update import implicit_update
-from fairseq_icl.theory.linear_attention import (
-    Heads,
-    relaxed_attention,
-    softmax_attention,
-    softmax_change,
-    weight_update,
-)
+from fairseq_icl.theory.linear_attention import Heads, softmax_attention, softmax_change, weight_update
 
-EXACT = 1e-10
-"""Relative error below which an exact statement counts as confirmed in float64."""
+EXACT = 1e-10  # relative error below which an exact statement counts as confirmed in float64
 
 AIZERMAN = "Aizerman et al. 1964"
 IRIE = "Irie et al. 2022, arXiv 2202.05798"
@@ -58,42 +46,36 @@ class Record:
 
     @property
     def holds(self) -> bool:
-        """Exact: below 1e-10, and visibly wrong without the premise. Measured: the gap is smaller than without it.
-
-        A question claims nothing: both numbers are the answer, and nothing can fail.
-        """
+        """Exact: below 1e-10, and visibly wrong without the premise. Measured: less than without. Questions: always."""
         if self.kind == "exact":
             return self.value < EXACT < 1e-3 < self.broken
         return self.kind == "question" or self.value < self.broken
 
 
-Normal = Callable[..., Tensor]
-"""(*shape) -> standard normal float64 numbers"""
-EXACT_STATEMENTS: list[Callable[[Normal], Record]] = []
+Normal = Callable[..., Tensor]  # (*shape) -> standard normal float64 numbers
+Pairs = Iterator[tuple[float, float]]  # (error, error without the premise) of one case or several
+Errors = Callable[[Normal], Pairs]
+EXACT_STATEMENTS: list[tuple[tuple[str, str, str, str], Errors]] = []
 
 
-def exact(statement: str, source: str, computed: str, premise: str) -> Callable[[Any], Any]:
-    """Add a function that computes (error, error without the premise) to the exact statements, with its words."""
+def exact(statement: str, source: str, computed: str, premise: str) -> Callable[[Errors], Errors]:
+    """Add the decorated function to the exact statements, with its words."""
 
-    def add(errors: Callable[[Normal], tuple[float, float]]) -> Callable[[Normal], tuple[float, float]]:
-        def record(normal: Normal) -> Record:
-            value, broken = errors(normal)
-            return Record(statement, source, computed, value, premise, broken)
-
-        EXACT_STATEMENTS.append(record)
+    def add(errors: Errors) -> Errors:
+        EXACT_STATEMENTS.append(((statement, source, computed, premise), errors))
         return errors
 
     return add
 
 
 def run_exact(seed: int = 0) -> list[Record]:
-    """All exact statements, each on its own random problem; a second."""
-    return [statement(_normal(seed)) for statement in EXACT_STATEMENTS]
-
-
-def _normal(seed: int) -> Normal:
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    """All exact statements, each on its own random problem, with the largest error and the smallest without premise."""
+    records = []
+    for (statement, source, computed, premise), errors in EXACT_STATEMENTS:
+        generator = Generator().manual_seed(seed)
+        value, broken = zip(*errors(partial(torch.randn, generator=generator, dtype=torch.float64)), strict=True)
+        records.append(Record(statement, source, computed, max(value), premise, min(broken)))
+    return records
 
 
 @exact(
@@ -102,7 +84,7 @@ def _normal(seed: int) -> Normal:
     "relative error of dual against primal outputs, 60 examples, 5 rounds",
     "softmax in place of the dot product",
 )
-def perceptron(normal: Normal) -> tuple[float, float]:
+def perceptron(normal: Normal) -> Pairs:
     examples, queries = normal(60, 8), normal(40, 8)
     labels = (examples @ normal(8)).sign()
     primal = queries @ train_perceptron(examples, labels)[0]
@@ -110,11 +92,11 @@ def perceptron(normal: Normal) -> tuple[float, float]:
     def error(kernel: Kernel) -> float:
         return relative_error(kernel(examples, queries) @ train_perceptron(examples, labels, kernel)[0], primal)
 
-    return error(dot_product), error(softmax_kernel)
+    yield error(dot_product), error(softmax_kernel)
 
 
-def _train_recorded(normal: Normal, **options: Any) -> tuple[nn.Linear, DualRecorder]:
-    """A layer in the middle of a network, 10 steps of SGD."""
+def _train_recorded(normal: Normal, **options: Any) -> tuple[DualRecorder, Tensor, Tensor]:
+    """A layer in the middle of a network, recorded in 10 steps of SGD; inputs (50, 6), and its outputs for them."""
     below, layer, above = (nn.Linear(6, 6).double() for _ in range(3))
     parameters = [*below.parameters(), *layer.parameters(), *above.parameters()]
     with torch.no_grad():  # from our own generator: the global one is the caller's
@@ -128,7 +110,8 @@ def _train_recorded(normal: Normal, **options: Any) -> tuple[nn.Linear, DualReco
             loss.backward()
             recorder.end_step(SgdRule.of(optimizer, layer.weight))
             optimizer.step()
-    return layer, recorder
+    x = normal(50, 6)
+    return recorder, x, layer(x).detach()
 
 
 @exact(
@@ -137,12 +120,10 @@ def _train_recorded(normal: Normal, **options: Any) -> tuple[nn.Linear, DualReco
     "relative error of W_0 x + LinearAttn(E, X, x) against the trained layer, 10 steps",
     "no attention to the examples",
 )
-def trained_by_sgd(normal: Normal) -> tuple[float, float]:
-    layer, recorder = _train_recorded(normal, lr=0.3)
-    x = normal(50, 6)
-    output = layer(x).detach()
-    untrained = x @ recorder.initial_weight[:, :-1].T + layer.bias.detach()
-    return relative_error(recorder.dual_layer()(x), output), relative_error(untrained, output)
+def trained_by_sgd(normal: Normal) -> Pairs:
+    recorder, x, output = _train_recorded(normal, lr=0.3)
+    untrained = x @ recorder.initial_weight[:, :-1].T + recorder.layer.bias.detach()
+    yield relative_error(recorder.dual_layer()(x), output), relative_error(untrained, output)
 
 
 @exact(
@@ -151,12 +132,10 @@ def trained_by_sgd(normal: Normal) -> tuple[float, float]:
     "relative error with the weights that momentum 0.9 and decay 0.05 imply",
     "momentum and decay not accounted for",
 )
-def trained_with_momentum(normal: Normal) -> tuple[float, float]:
-    layer, recorder = _train_recorded(normal, lr=0.1, momentum=0.9, weight_decay=0.05)
-    x = normal(50, 6)
-    output = layer(x).detach()
+def trained_with_momentum(normal: Normal) -> Pairs:
+    recorder, x, output = _train_recorded(normal, lr=0.1, momentum=0.9, weight_decay=0.05)
     plain = recorder.dual_layer([SgdRule(step.rule.lr) for step in recorder.steps])
-    return relative_error(recorder.dual_layer()(x), output), relative_error(plain(x), output)
+    yield relative_error(recorder.dual_layer()(x), output), relative_error(plain(x), output)
 
 
 def _head_tensors(normal: Normal) -> tuple[Tensor, Heads, Heads, Heads]:
@@ -171,13 +150,13 @@ def _head_tensors(normal: Normal) -> tuple[Tensor, Heads, Heads, Heads]:
     "relative error against attention without softmax, 4 heads, 50 demonstration tokens",
     "softmax attention, after the best common factor",
 )
-def linear_attention(normal: Normal) -> tuple[float, float]:
+def linear_attention(normal: Normal) -> Pairs:
     query, own, shown, both = _head_tensors(normal)
     claimed = query @ (weight_update(own.key, own.value) + weight_update(shown.key, shown.value)).transpose(1, 2)
     softmax = softmax_attention(query, both.key, both.value)
     factor = (claimed * softmax).sum() / claimed.square().sum()  # unscaled it would be a hundred times too large
-    relaxed = relaxed_attention(query, both.key, both.value)
-    return relative_error(claimed, relaxed), relative_error(factor * claimed, softmax)
+    relaxed = dot_product(both.key, query) @ both.value
+    yield relative_error(claimed, relaxed), relative_error(factor * claimed, softmax)
 
 
 @exact(
@@ -186,16 +165,16 @@ def linear_attention(normal: Normal) -> tuple[float, float]:
     "relative error of the product against the change",
     "demonstrations simply added (share times their output)",
 )
-def softmax_decomposition(normal: Normal) -> tuple[float, float]:
+def softmax_decomposition(normal: Normal) -> Pairs:
     seen = softmax_change(*_head_tensors(normal)[:3])
     share = seen.share[..., None]
     exactly = share * (seen.demonstrations - seen.zero_shot)
-    return relative_error(exactly, seen.change), relative_error(share * seen.demonstrations, seen.change)
+    yield relative_error(exactly, seen.change), relative_error(share * seen.demonstrations, seen.change)
 
 
-def _tasks(normal: Normal) -> Regression:
+def hundred_tasks(normal: Normal) -> Regression:
     """100 regression tasks, 12 examples of 6 inputs and 2 outputs each."""
-    return random_regression(100, 12, 6, 2, generator=torch.Generator().manual_seed(int(normal(1).abs() * 1e6)))
+    return random_tasks(100, 12, 6, 2, generator=Generator().manual_seed(int(normal(1).abs() * 1e6)))
 
 
 @exact(
@@ -204,13 +183,13 @@ def _tasks(normal: Normal) -> Regression:
     "largest relative error of predictions over L = 1..5, 100 random regression tasks",
     "P twice as large",
 )
-def construction(normal: Normal) -> tuple[float, float]:
-    task, errors = _tasks(normal), []
+def construction(normal: Normal) -> Pairs:
+    task = hundred_tasks(normal)
     for depth in range(1, 6):
         rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
-        stacks = [[gradient_step_layer(6, 2, 12, by * rate) for rate in rates.tolist()] for by in (1, 2)]
-        errors.append([relative_error(predict(stack, task), gradient_descent(task, rates)) for stack in stacks])
-    return max(right for right, _ in errors), min(wrong for _, wrong in errors)
+        stacks = ([gradient_step_layer(6, 2, 12, by * rate) for rate in rates.tolist()] for by in (1, 2))
+        right, wrong = (relative_error(predict(stack, task), gradient_descent(task, rates)) for stack in stacks)
+        yield right, wrong
 
 
 @exact(
@@ -219,14 +198,13 @@ def construction(normal: Normal) -> tuple[float, float]:
     "largest relative error of predictions over L = 2..5, 100 random regression tasks",
     "no preconditioner (plain gradient descent)",
 )
-def construction_plus(normal: Normal) -> tuple[float, float]:
-    task, errors = _tasks(normal), []
+def construction_plus(normal: Normal) -> Pairs:
+    task = hundred_tasks(normal)
     for depth in range(2, 6):
         rates = torch.linspace(0.3, 1.0, depth, dtype=torch.float64)
         prediction = predict([gradient_step_layer(6, 2, 12, rate, 0.4) for rate in rates.tolist()], task)
-        gammas = (torch.full_like(rates, 0.4), None)
-        errors.append([relative_error(prediction, gradient_descent(task, rates, by)) for by in gammas])
-    return max(right for right, _ in errors), min(wrong for _, wrong in errors)
+        plus, plain = (gradient_descent(task, rates, gammas) for gammas in (torch.full_like(rates, 0.4), None))
+        yield relative_error(prediction, plus), relative_error(prediction, plain)
 
 
 @exact(
@@ -235,7 +213,7 @@ def construction_plus(normal: Normal) -> tuple[float, float]:
     "relative error of the updated block without context against the block with context, 5 tokens",
     "every token with the update of another token",
 )
-def context_as_update(normal: Normal) -> tuple[float, float]:
+def context_as_update(normal: Normal) -> Pairs:
     weight, bias, above = normal(32, 8), normal(32), normal(8, 32)
     without, with_context = normal(5, 8), normal(5, 8)
 
@@ -245,7 +223,7 @@ def context_as_update(normal: Normal) -> tuple[float, float]:
     updated = weight + implicit_update(weight, without, with_context)
     truth = block(weight.expand_as(updated), with_context)
     shifted = block(updated.roll(1, dims=0), without)
-    return relative_error(block(updated, without), truth), relative_error(shifted, truth)
+    yield relative_error(block(updated, without), truth), relative_error(shifted, truth)
 
 
 @exact(
@@ -254,12 +232,12 @@ def context_as_update(normal: Normal) -> tuple[float, float]:
     "relative error of the scan against the (T x T) matrix of decays, T = 40, eta = 0.8",
     "state not carried from the first half to the second",
 )
-def momentum(normal: Normal) -> tuple[float, float]:
+def momentum(normal: Normal) -> Pairs:
     values, eta = normal(2, 3, 40, 8), 0.8
     distance = torch.arange(40)[:, None] - torch.arange(40)  # (T, T) t - i
     definition = torch.where(distance > 0, eta ** distance.clamp_min(1).double(), 0.0) @ values
     cut = torch.cat([decayed_sum(part, eta)[0] for part in values.chunk(2, dim=2)], dim=2)
-    return relative_error(decayed_sum(values, eta)[0], definition), relative_error(cut, definition)
+    yield relative_error(decayed_sum(values, eta)[0], definition), relative_error(cut, definition)
 
 
 @exact(
@@ -268,11 +246,11 @@ def momentum(normal: Normal) -> tuple[float, float]:
     "relative error of -dL/dq by autograd against the change of softmax attention",
     "values of their own, after the best common factor",
 )
-def loss_in_context(normal: Normal) -> tuple[float, float]:
+def loss_in_context(normal: Normal) -> Pairs:
     query, own, shown, _ = _head_tensors(normal)
     query = query.requires_grad_()
     tied = softmax_change(query, own._replace(value=own.key), shown._replace(value=shown.key), scale=1.0)
     (descent,) = torch.autograd.grad(-torch.log1p(-tied.share).sum(), query)
     free = softmax_change(query, own, shown, scale=1.0).change.detach()
     factor = (descent * free).sum() / descent.square().sum()
-    return relative_error(descent, tied.change.detach()), relative_error(factor * descent, free)
+    yield relative_error(descent, tied.change.detach()), relative_error(factor * descent, free)

@@ -12,69 +12,49 @@ and compared by their loss, the distance of their predictions, and the cosine of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.theory.construction import (
-    LinearSelfAttention,
-    Regression,
-    gradient_descent,
-    half_squared_error,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import LinearSelfAttention, Regression, gradient_descent, predict, random_tasks
 from fairseq_icl.theory.statements import OSWALD, Record
 
-Predictor = Callable[[Regression], Tensor]
-"""Regression tasks -> predictions (B, Q, m)"""
-
+Predictor = Callable[[Regression], Tensor]  # regression tasks -> predictions (B, Q, m)
 WIDTH, EXAMPLES, BATCH = 5, 10, 512
-UNSEEN = 20_000
-"""Tasks on which everything is compared; teachers are drawn anew for each, so losses vary by a percent below this."""
-SEARCHED = 2_000
-"""Tasks on which `tune_descent` tries its starts."""
-
-INITIAL_SCALE = 0.1
-"""Of the trained model: a layer multiplies four matrices, so larger ones explode with depth, smaller hardly start."""
+UNSEEN = 20_000  # tasks to compare on; teachers are drawn anew for each, so losses vary by a percent below this number
+SEARCHED = 2_000  # tasks on which `tune_descent` tries its starts
+INITIAL_SCALE = 0.1  # a layer multiplies four matrices, so larger ones explode with depth, smaller hardly start
 
 
 class LinearSelfAttentionModel(nn.Module):
-    """L layers of linear self-attention, (d + m) wide, each with free W_K, W_Q, W_V and P.
+    """`depth` layers of linear self-attention, (d + m) wide, each with free W_K, W_Q, W_V and P, drawn at random.
 
-    Args:
-        width: d.
-        outputs: m.
-        depth: L.
-        tied: one set of matrices for all layers, like a gradient descent that repeats its step.
-        generator: for the initial values, normal with standard deviation `INITIAL_SCALE`.
+    A `tied` model has one set of matrices for all layers, like a gradient descent that repeats its step.
     """
 
     def __init__(
-        self, width: int, outputs: int, depth: int, tied: bool = False, generator: torch.Generator | None = None
+        self, width: int, outputs: int, depth: int, tied: bool = False, generator: Generator | None = None
     ) -> None:
         super().__init__()
         if depth < 1:
             raise UserError(f"depth {depth}: a model has at least one layer")
-        self.depth = depth
-        sets = 1 if tied else depth
-        start = torch.randn(sets, 4, width + outputs, width + outputs, generator=generator)
+        self.repeated = depth if tied else 1
+        start = torch.randn(1 if tied else depth, 4, width + outputs, width + outputs, generator=generator)
         self.matrices = nn.Parameter(start * INITIAL_SCALE)  # (sets, 4, D, D)
 
     def layers(self) -> list[LinearSelfAttention]:
         """The layers bottom first; a tied model gives the same one `depth` times."""
-        sets = [LinearSelfAttention(*matrices.unbind(0)) for matrices in self.matrices.unbind(0)]
-        return sets if len(sets) == self.depth else sets * self.depth
+        return [LinearSelfAttention(*matrices.unbind(0)) for matrices in self.matrices.unbind(0)] * self.repeated
 
     def forward(self, task: Regression) -> Tensor:
         """Predictions for the queries: (B, Q, m)"""
         return predict(self.layers(), task)
 
 
-def train(model: nn.Module, draw_tasks: Callable[[], Any], steps: int, lr: float = 0.01) -> None:
+def train(model: nn.Module, draw_tasks: Callable[[], Regression], steps: int, lr: float = 0.01) -> None:
     """Train on fresh tasks (with their `answers`) of every step: Adam, cosine-decayed rate, clipped gradient.
 
     The rate decays so that the weights settle: the comparison below is about the optimum, not about noise around it.
@@ -83,7 +63,7 @@ def train(model: nn.Module, draw_tasks: Callable[[], Any], steps: int, lr: float
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         task = draw_tasks()
-        loss = half_squared_error(model(task), task.answers)
+        loss = task.loss(model(task))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,75 +80,54 @@ def line_searched_rate(task: Regression) -> float:
     return float((unit * task.answers).sum() / unit.square().sum())
 
 
-@dataclass(frozen=True)
-class TunedDescent:
-    """Rates and input transforms, (steps,) each, that minimise the expected loss; all transforms 0: plain GD."""
+def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False) -> partial[Tensor]:
+    """`gradient_descent` with the rates and, if `plus`, input transforms that minimise its mean loss over given tasks.
 
-    rates: Tensor
-    transforms: Tensor
-
-    def __call__(self, task: Regression) -> Tensor:
-        """Predictions (B, Q, m)"""
-        return gradient_descent(task, self.rates.to(task.inputs), self.transforms.to(task.inputs))
-
-    def loss(self, task: Regression) -> Tensor:
-        """Mean over the tasks; infinite where it explodes."""
-        return half_squared_error(self(task), task.answers).nan_to_num(nan=torch.inf)
-
-
-def tune_descent(task: Regression, steps: int, plus: bool, tied: bool = False, iterations: int = 200) -> TunedDescent:
-    """Tune GD (`plus` False) or GD++ (`plus` True) on given tasks, by L-BFGS through the explicit formula.
-
-    Args:
-        task: the tasks whose mean loss is minimised.
-        steps: number of descent steps.
-        plus: tune the input transforms too.
-        tied: the same rate (and transform) for every step.
-        iterations: of L-BFGS, from every start.
-
-    The loss has several minima: each of a few starts is followed on `SEARCHED` tasks, the best of them, by the loss on
-    all tasks, on all. GD++ is a polynomial in the covariance whose degree grows threefold with every step, so with free
-    values of four or more steps it may still explode on a rare task it was not tuned on; tied values are tamer.
+    If `tied`, all steps have the same. L-BFGS goes through the explicit formula. The loss has several minima: each of a
+    few starts is followed on `SEARCHED` tasks, the best of them, by the loss on all tasks, on all. GD++ is a polynomial
+    in the covariance whose degree grows threefold with every step, so with free values of four or more steps it may
+    still explode on a rare task it was not tuned on; tied values are tamer.
     """
     size = 1 if tied else steps
-    few = Regression(*(part[:SEARCHED] for part in (task.inputs, task.targets, task.queries, task.answers)))
+    few = Regression(*(part[:SEARCHED] for part in task))
     # Rates that differ: the loss of GD is symmetric in them, and a symmetric start would never leave the symmetry.
     spreads = [torch.linspace(0.6, 1.4, size), torch.logspace(0, 1.2, size) * 0.5] if size > 1 else [torch.ones(1)]
     starts = [(line_searched_rate(task) * 0.7 * spread).to(task.inputs.dtype) for spread in spreads]
     scale = 1 / float(task.inputs.square().mean())  # gamma at which a transform would remove an average direction
 
+    def repeated(rates: Tensor, transforms: Tensor) -> partial[Tensor]:
+        return partial(gradient_descent, rates=rates.expand(steps), transforms=transforms.expand(steps))
+
+    def loss(tasks: Regression, rates: Tensor, transforms: Tensor) -> Tensor:
+        return tasks.loss(repeated(rates, transforms)(tasks))
+
     def minimised(tasks: Regression, rates: Tensor, transforms: Tensor) -> tuple[Tensor, Tensor]:
         rates, transforms = rates.clone().requires_grad_(), transforms.clone().requires_grad_(plus)
         tuned = [rates, transforms] if plus else [rates]
-        optimizer = torch.optim.LBFGS(tuned, max_iter=iterations, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(tuned, max_iter=200, line_search_fn="strong_wolfe")
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            value = half_squared_error(repeated(rates, transforms)(tasks), tasks.answers)
+            value = loss(tasks, rates, transforms)
             value.backward()
             return value
 
         optimizer.step(closure)
         return rates.detach(), transforms.detach()
 
-    def repeated(rates: Tensor, transforms: Tensor) -> TunedDescent:
-        return TunedDescent(rates.expand(steps), transforms.expand(steps))
-
     shares = (0.0, 0.2, 0.4) if plus else (0.0,)
     found = [minimised(few, rates, torch.full_like(rates, share * scale)) for rates in starts for share in shares]
-    best = min(found, key=lambda pair: float(repeated(*pair).loss(task)))
+    best = min(found, key=lambda pair: float(loss(task, *pair).nan_to_num(nan=torch.inf)))  # it may explode
     return repeated(*minimised(task, *best))
 
 
 def sensitivities(predictor: Predictor, task: Regression) -> Tensor:
     """d (sum of outputs) / d x of every query: (B, Q, d)"""
     queries = task.queries.detach().clone().requires_grad_()
-    prediction = predictor(Regression(task.inputs, task.targets, queries, task.answers))
-    return torch.autograd.grad(prediction.sum(), queries)[0]
+    return torch.autograd.grad(predictor(task._replace(queries=queries)).sum(), queries)[0]
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Two predictors on the same tasks."""
 
     loss: float  # of the first
@@ -188,55 +147,44 @@ def agreement(predictor: Predictor, reference: Predictor, task: Regression) -> A
     with torch.no_grad():
         first, second = predictor(task), reference(task)
     slopes, reference_slopes = sensitivities(predictor, task), sensitivities(reference, task)
-    return Agreement(
-        loss=float(half_squared_error(first, task.answers)),
-        reference_loss=float(half_squared_error(second, task.answers)),
-        prediction_distance=float((first - second).norm(dim=-1).mean()),
-        sensitivity_cosine=float(torch.cosine_similarity(slopes, reference_slopes, dim=-1).mean()),
-    )
+    distance = (first - second).norm(dim=-1).mean()
+    cosine = torch.cosine_similarity(slopes, reference_slopes, dim=-1).mean()
+    return Agreement(float(task.loss(first)), float(task.loss(second)), float(distance), float(cosine))
 
 
 def run_trained(seed: int = 0) -> list[Record]:
     """One and two trained layers beside tuned descent; compared in float64 on tasks that neither has seen."""
-    unseen = _tasks(UNSEEN, seed + 1)
-    return [_one_layer(seed, unseen), _two_layers(seed, unseen)]
 
+    def tasks(count: int, seed: int) -> Regression:
+        return random_tasks(count, EXAMPLES, WIDTH, generator=Generator().manual_seed(seed))
 
-def _tasks(count: int, seed: int) -> Regression:
-    return random_regression(count, EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
+    def trained(depth: int, steps: int) -> LinearSelfAttentionModel:
+        generator = Generator().manual_seed(seed)
+        model = LinearSelfAttentionModel(WIDTH, 1, depth, generator=generator)
+        train(model, lambda: random_tasks(BATCH, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32), steps)
+        return model.double()
 
-
-def _trained_model(depth: int, steps: int, seed: int) -> LinearSelfAttentionModel:
-    generator = torch.Generator().manual_seed(seed)
-    model = LinearSelfAttentionModel(WIDTH, 1, depth, generator=generator)
-    train(model, lambda: random_regression(BATCH, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32), steps)
-    return model.double()
-
-
-def _one_layer(seed: int, unseen: Regression) -> Record:
-    step = tune_descent(_tasks(UNSEEN, seed + 2), 1, plus=False)
-    untrained = LinearSelfAttentionModel(WIDTH, 1, 1, generator=torch.Generator().manual_seed(seed)).double()
-    learned, nothing = (agreement(model, step, unseen) for model in (_trained_model(1, 800, seed), untrained))
-    return Record(
-        "Trained on regression prompts, one layer finds the tuned step of gradient descent.",
-        OSWALD,
-        f"|loss of the layer / loss of the line-searched step - 1|; {learned}",
-        abs(learned.loss / learned.reference_loss - 1),
-        "not trained",
-        abs(nothing.loss / nothing.reference_loss - 1),
-        kind="measured",
-    )
-
-
-def _two_layers(seed: int, unseen: Regression) -> Record:
-    model, tuning = _trained_model(2, 1500, seed), _tasks(4_000, seed + 2)
-    plus, plain = (agreement(model, tune_descent(tuning, 2, plus=which), unseen) for which in (True, False))
-    return Record(
-        "Two trained layers do better than two tuned steps of gradient descent and agree with GD++.",
-        OSWALD,
-        f"mean distance of predictions from tuned GD++; {plus}",
-        plus.prediction_distance,
-        f"plain GD in place of GD++; {plain}",
-        plain.prediction_distance,
-        kind="measured",
-    )
+    unseen, tuning = tasks(UNSEEN, seed + 1), tasks(4_000, seed + 2)
+    step, two = tune_descent(tasks(UNSEEN, seed + 2), 1, plus=False), trained(2, 1500)
+    learned, nothing = (agreement(trained(1, steps), step, unseen) for steps in (800, 0))
+    plus, plain = (agreement(two, tune_descent(tuning, 2, plus=which), unseen) for which in (True, False))
+    return [
+        Record(
+            "Trained on regression prompts, one layer finds the tuned step of gradient descent.",
+            OSWALD,
+            f"|loss of the layer / loss of the line-searched step - 1|; {learned}",
+            abs(learned.loss / learned.reference_loss - 1),
+            "not trained",
+            abs(nothing.loss / nothing.reference_loss - 1),
+            kind="measured",
+        ),
+        Record(
+            "Two trained layers do better than two tuned steps of gradient descent and agree with GD++.",
+            OSWALD,
+            f"mean distance of predictions from tuned GD++; {plus}",
+            plus.prediction_distance,
+            f"plain GD in place of GD++; {plain}",
+            plain.prediction_distance,
+            kind="measured",
+        ),
+    ]

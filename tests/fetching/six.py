@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from fairseq_icl.prompts.catalogue import FOLDER, load_spec
-from fairseq_icl.prompts.readers import SPLITS, hash_row, read_split, record_rows
+from fairseq_icl.prompts.readers import SPLITS, read_split, record_rows
 from tests.fetching.loopback_hub import LoopbackHub, Repo
 
 SIX = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
@@ -70,4 +70,4 @@ def _rows_of(name: str, split: Any, known: dict[str, Any], scratch: Path) -> dic
     rows = read_split(scratch, spec, split)
     if "sha256" in known:
         return {"count": len(rows), "sha256": record_rows(spec, rows).sha256}
-    return {"count": len(rows), "single": {number: hash_row(spec, rows[number]) for number in (3, 7)}}
+    return {"count": len(rows), "single": {number: record_rows(spec, [rows[number]]).sha256 for number in (3, 7)}}

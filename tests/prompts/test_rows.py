@@ -14,7 +14,7 @@ from fairseq_icl.commands import datasets, doctor
 from fairseq_icl.prompts import Writing
 from fairseq_icl.prompts.build import build_prompts
 from fairseq_icl.prompts.catalogue import dataset_names, load_spec
-from fairseq_icl.prompts.readers import SPLITS, compare_rows, hash_row, read_split, record_rows
+from fairseq_icl.prompts.readers import SPLITS, compare_rows, read_split, record_rows
 from fairseq_icl.settings import Settings
 from tests.prompts.samples import CHOICE, SENTIMENT, encode_words, spec_of, write_jsonl, write_sentiment
 
@@ -74,7 +74,7 @@ def known(**train: Any) -> dict[str, Any]:
 
 def test_rows_are_compared_with_as_much_as_is_known(tmp_path):
     spec, rows = rows_of(tmp_path)
-    single = {5: hash_row(spec, rows[5])}
+    single = {5: record_rows(spec, [rows[5]]).sha256}
 
     def likeness(content: list[dict[str, Any]] = ROWS, **changes: Any) -> str | None:
         spec, rows = rows_of(tmp_path, content, **changes)

@@ -5,15 +5,8 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.construction import (
-    Regression,
-    gradient_step_layer,
-    half_squared_error,
-    predict,
-    random_regression,
-)
+from fairseq_icl.theory.construction import Regression, gradient_step_layer, predict, random_tasks
 from fairseq_icl.theory.descent import (
-    States,
     all_normal_prompts,
     best_rate,
     expected_gradient,
@@ -26,6 +19,7 @@ from fairseq_icl.theory.descent import (
     rbf,
     run_descent,
     transition_layer,
+    transitions,
     tuned_transitions,
 )
 from fairseq_icl.theory.dual_form import dot_product
@@ -76,7 +70,7 @@ def test_inputs_of_another_covariance_want_another_preconditioner() -> None:
 
 def test_states_keep_their_covariance_and_follow_one_matrix() -> None:
     variances = torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64)
-    states = random_states(20_000, generator(), variances).states
+    states = random_states(20_000, generator(), variances)
     for time in (0, 4, 9):
         assert relative_error(states[:, time].T @ states[:, time] / len(states), variances.diag()) < 0.05
     one = states[0]  # (T + 2, d)
@@ -87,9 +81,9 @@ def test_states_keep_their_covariance_and_follow_one_matrix() -> None:
 def test_a_preconditioner_is_worth_having_only_where_states_vary_unevenly() -> None:
     gains = []
     for variances in (torch.ones(3), torch.tensor([9.0, 1.0, 0.1])):
-        tuning, unseen = (random_states(4_000, generator(seed), variances.double()) for seed in (1, 2))
+        tuning, unseen = (transitions(random_states(4_000, generator(seed), variances.double())) for seed in (1, 2))
         plain, best = (
-            half_squared_error(next_states(transition_layer(tuned_transitions(tuning, kind)), unseen), unseen.answers)
+            unseen.loss(next_states(transition_layer(tuned_transitions(tuning, kind)), unseen))
             for kind in (True, False)
         )
         gains.append(float(plain / best))
@@ -98,14 +92,15 @@ def test_a_preconditioner_is_worth_having_only_where_states_vary_unevenly() -> N
 
 
 def test_a_token_without_the_state_before_cannot_make_the_step() -> None:
-    task = random_states(50, generator(), torch.ones(4, dtype=torch.float64))
+    states = random_states(50, generator(), torch.ones(4, dtype=torch.float64))
+    task = transitions(states)
     layer = transition_layer(torch.eye(4, dtype=torch.float64))
-    same_state_twice = States(task.states.repeat_interleave(2, dim=1))
+    same_state_twice = transitions(states.repeat_interleave(2, dim=1))
     assert relative_error(next_states(layer, task), next_states(layer, same_state_twice)[:, ::2][:, :8]) > 0.1
 
 
 def tasks() -> Regression:
-    return random_regression(30, 9, 3, 2, queries=2, generator=generator(3))
+    return random_tasks(30, 9, 3, 2, queries=2, generator=generator(3))
 
 
 def test_functional_descent_with_the_dot_product_is_descent_on_weights() -> None:

@@ -5,14 +5,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.linear_attention import (
-    Heads,
-    explain,
-    relaxed_attention,
-    softmax_attention,
-    softmax_change,
-    weight_update,
-)
+from fairseq_icl.theory.linear_attention import Heads, explain, softmax_attention, softmax_change, weight_update
 
 HEADS, WIDTH = 3, 5
 
@@ -24,6 +17,11 @@ def tokens() -> tuple[Tensor, Heads, Heads]:
         Heads(*torch.randn(3, HEADS, count, WIDTH, generator=generator, dtype=torch.float64)) for count in (7, 40)
     )
     return own.query, own, demonstrations
+
+
+def relaxed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """sum_i v_i (k_i . q), token by token: query (..., n, D), key and value (..., P, D) -> (..., n, D)"""
+    return (query @ key.transpose(-2, -1)) @ value
 
 
 def joined(demonstrations: Heads, own: Heads) -> Heads:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.linear_attention import Heads, explain, relaxed_attention, softmax_attention, softmax_change
+from fairseq_icl.theory.linear_attention import Heads, explain, softmax_attention, softmax_change
 from fairseq_icl.theory.on_decoder import (
     antisymmetric_share,
     attention_change,
@@ -91,7 +91,7 @@ def test_attention_change_is_what_the_layer_itself_computes() -> None:
     demonstrations = Heads(*(part[:, 1:9] for part in heads))
     own = Heads(*(torch.cat([part[:, :1], part[:, 9:]], dim=1) for part in heads))
     last = heads.query[:, -1:]
-    linear = relaxed_attention(last, demonstrations.key, demonstrations.value)
+    linear = last @ demonstrations.key.transpose(1, 2) @ demonstrations.value
     by_hand = explain(softmax_change(last, own, demonstrations).change, linear)
     alone = attention_change(decoder, START, CONTEXT, QUERIES[:1])
     assert relative_error(alone.direct.cosine[0], by_hand.cosine) < 1e-10

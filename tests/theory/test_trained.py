@@ -7,7 +7,7 @@ import torch
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import relative_error
-from fairseq_icl.theory.construction import Regression, gradient_descent, half_squared_error, predict, random_regression
+from fairseq_icl.theory.construction import Regression, gradient_descent, predict, random_tasks
 from fairseq_icl.theory.trained import (
     LinearSelfAttentionModel,
     agreement,
@@ -21,12 +21,12 @@ WIDTH, EXAMPLES = 5, 10
 
 
 def tasks(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Regression:
-    return random_regression(count, EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return random_tasks(count, EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def stream(seed: int, batch: int = 512) -> Callable[[], Regression]:
     generator = torch.Generator().manual_seed(seed)
-    return lambda: random_regression(batch, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32)
+    return lambda: random_tasks(batch, EXAMPLES, WIDTH, generator=generator, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,7 @@ def test_two_trained_layers_beat_gradient_descent_and_agree_with_gd_plus_plus(un
 def test_tuned_gd_plus_plus_beats_tuned_gd_at_depth(unseen: Regression) -> None:
     tuning = tasks(2_000, seed=5, dtype=torch.float64)
     for steps in (2, 3, 5):
-        losses = [
-            float(half_squared_error(tune_descent(tuning, steps, plus, tied=True)(unseen), unseen.answers))
-            for plus in (False, True)
-        ]
+        losses = [float(unseen.loss(tune_descent(tuning, steps, plus, tied=True)(unseen))) for plus in (False, True)]
         assert losses[1] < 0.5 * losses[0]
 
 
@@ -84,10 +81,10 @@ def test_line_search_finds_the_minimum() -> None:
     best = line_searched_rate(task)
 
     def loss(rate: float) -> float:
-        return float(half_squared_error(gradient_descent(task, torch.tensor([rate]).double()), task.answers))
+        return float(task.loss(gradient_descent(task, torch.tensor([rate]).double())))
 
     assert loss(best) < min(loss(best * 0.99), loss(best * 1.01))
-    assert float(tune_descent(task, 1, plus=False).rates[0]) == pytest.approx(best, rel=1e-4)
+    assert float(tune_descent(task, 1, plus=False).keywords["rates"][0]) == pytest.approx(best, rel=1e-4)
 
 
 def test_tied_model_repeats_its_layer() -> None:

@@ -16,7 +16,7 @@ from fairseq_icl.observing.probe import attention_inputs, attention_outputs
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.prompts.encoding import FinetuningSequence
 from fairseq_icl.settings import Settings
-from fairseq_icl.theory.construction import gradient_step_layer, predict, random_regression
+from fairseq_icl.theory.construction import gradient_step_layer, predict, random_tasks
 from fairseq_icl.training.shallow import Shallow, Step, Weigh, demonstration_states, descend, ridge, shallow_gd
 from tests.models.tiny_transformers import tiny_decoder
 from tests.observing.tiny import as_model, make_prompts
@@ -122,7 +122,7 @@ def squared_errors(targets: Tensor):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_linear_attention_layer_of_von_oswald_is_a_step(layers: int, gamma: float):
     """Also gd++, in which the layers transform the inputs."""
-    task = random_regression(4, 9, 5, outputs=5, queries=3, generator=torch.Generator().manual_seed(0))
+    task = random_tasks(4, 9, 5, outputs=5, queries=3, generator=torch.Generator().manual_seed(0))
     rate = 0.7
     gammas = (lambda inputs: torch.full((len(inputs),), gamma, dtype=torch.float64)) if gamma else None
     steps = descend(task.inputs, squared_errors(task.targets), Weigh(), rate=rate / 9, steps=layers, gammas=gammas)
