@@ -15,7 +15,7 @@ Values are averaged over examples, then over layers. docs/adding_a_metric.md wal
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 
-ENTRY_POINT_GROUP = "fairseq_icl.metrics"
 CONDITIONS = ("zsl", "icl", "ft")
 """Zero-shot, in context, fine-tuned: what a model is observed in."""
 if TYPE_CHECKING:
@@ -87,18 +86,12 @@ class Metric:
     unit: str = ""
     """In which it is shown. Shares are computed between 0 and 1, and those with the unit "percent" shown as such."""
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The conditions, by the name they had before."""
-        return self.conditions
-
     def can_read(self, observations: Iterable[Observation]) -> bool:
         """Whether the observations have what it reads."""
         return all(getattr(seen, name, None) is not None for seen in observations for name in self.reads)
 
 
 _metrics: dict[str, Metric] = {}
-_loaded_entry_points = False
 
 
 def metric(
@@ -145,9 +138,8 @@ def metric(
 
     def register(compute: Function) -> Function:
         if name in BY_READING:
-            raise ValueError(
-                f"metric {name}: this name stands for {', '.join(name + e for e in BY_READING[name][1].values())}"
-            )
+            meant = ", ".join(name + ending for ending in BY_READING[name][1].values())
+            raise ValueError(f"metric {name}: this name stands for {meant}")
         known = _metrics.get(name)
         if known is not None and _origin(known.compute) != _origin(compute):
             raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
@@ -172,15 +164,15 @@ def metric_of_each(
     return register
 
 
-ATTENTION = {"scores": "_scores", "probabilities": "_softmax"}
-RANDOM = {"uniform": "_uniform", "gaussian": "_gaussian"}
 BY_READING: dict[str, tuple[str, dict[str, str]]] = {
-    "sim_aou_random": ("random_update", RANDOM),
-    "sim_aou_norm_random": ("random_update", RANDOM),
-    "sim_am_before": ("attention_similarity", ATTENTION),
-    "sim_am_after": ("attention_similarity", ATTENTION),
-    "sim_am_delta": ("attention_similarity", ATTENTION),
-    "alpha": ("attention_similarity", ATTENTION),
+    **dict.fromkeys(
+        ("sim_aou_random", "sim_aou_norm_random"),
+        ("random_update", {"uniform": "_uniform", "gaussian": "_gaussian"}),
+    ),
+    **dict.fromkeys(
+        ("sim_am_before", "sim_am_after", "sim_am_delta", "alpha"),
+        ("attention_similarity", {"scores": "_scores", "probabilities": "_softmax"}),
+    ),
 }
 """Names that mean one of several metrics: the setting that decides, and the ending for each value."""
 
@@ -222,13 +214,10 @@ def _origin(compute: Callable[..., Outcome]) -> str:
     return f"{compute.__module__}.{compute.__qualname__}"
 
 
+@cache
 def _load_entry_points() -> None:
     """Import what installed packages offer under the group `fairseq_icl.metrics`; importing registers it."""
-    global _loaded_entry_points
-    if _loaded_entry_points:
-        return
-    _loaded_entry_points = True
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+    for entry_point in entry_points(group="fairseq_icl.metrics"):
         entry_point.load()
 
 

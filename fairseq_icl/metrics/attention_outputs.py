@@ -24,24 +24,17 @@ products float64, so what cancels there leaves more digits than the states have.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Similarity, metric
-from fairseq_icl.metrics.vectors import (
-    cosine_of,
-    dots,
-    gaussian,
-    in_parts,
-    remembered,
-    rounding_of,
-    uniform_float32,
-    where_defined,
-)
+from fairseq_icl.metrics import Observation, Similarity, metric, vectors
+from fairseq_icl.metrics.vectors import cosine_of, dots, in_parts, remembered, rounding_of, where_defined
 
 Draw = Callable[[Tensor, tuple[int, ...], str], Tensor]
+BESIDE_RANDOM: dict[str, Any] = {"conditions": ("zsl", "icl"), "needs": ("example",), "unit": "cosine"}
 
 
 class Update(NamedTuple):
@@ -92,34 +85,25 @@ def sim_aou_heads(zsl: Observation, icl: Observation, ft: Observation) -> Simila
     every head h, by layer, as `sim_aou_heads_h`.
     """
 
-    def products(*states: Tensor) -> tuple[Tensor, ...]:
-        z, one, other = (state.double() for state in states)  # (n, L, H, D)
-        u, v = one - z, other - z
-        return dots((u, v), (u, u), (v, v), (z, z))
-
-    outputs = [seen.head_output for seen in (zsl, icl, ft) if seen.head_output is not None]
-    *found, before = in_parts(products, *outputs)
+    outputs = [seen.head_output for seen in (zsl, icl, ft) if seen.head_output is not None]  # (n, L, H, D) each
+    before, _, square_u, _, square_v, product = in_parts(_products, *outputs)
     limit = rounding_of(zsl, icl, ft) * before.sqrt()
-    return where_defined(cosine_of(*found), (found[1].sqrt() <= limit) | (found[2].sqrt() <= limit))
+    noise = (square_u.sqrt() <= limit) | (square_v.sqrt() <= limit)
+    return where_defined(cosine_of(product, square_u, square_v), noise)
 
 
-def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, update) for a given update (n, L, d) in place of the fine-tuning one, used as it is."""
-    return _beside(zsl, icl, update)[0][normalize]
+@metric("sim_aou_norm_random_gaussian", **BESIDE_RANDOM, normal=True, normalize=True)
+@metric("sim_aou_random_gaussian", **BESIDE_RANDOM, normal=True)
+@metric("sim_aou_norm_random_uniform", **BESIDE_RANDOM, normalize=True)
+@metric("sim_aou_random_uniform", **BESIDE_RANDOM)
+def sim_aou_random(
+    zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False, normal: bool = False
+) -> Similarity:
+    """cos(h_icl - h_zsl, r), r uniform on [0, 1): the authors' baseline, all positive and so near (1, ..., 1).
 
-
-@metric("sim_aou_norm_random_uniform", conditions=("zsl", "icl"), needs=("example",), unit="cosine", normalize=True)
-@metric("sim_aou_random_uniform", conditions=("zsl", "icl"), needs=("example",), unit="cosine")
-def sim_aou_random_uniform(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, r), r uniform on [0, 1): the authors' baseline, all positive and so near (1, ..., 1)."""
-    return _beside_random(zsl, icl, example)[0][normalize]
-
-
-@metric("sim_aou_norm_random_gaussian", conditions=("zsl", "icl"), needs=("example",), unit="cosine", normalize=True)
-@metric("sim_aou_random_gaussian", conditions=("zsl", "icl"), needs=("example",), unit="cosine")
-def sim_aou_random_gaussian(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, g), g standard normal: a direction without preference, expectation 0."""
-    return _beside_random(zsl, icl, example)[1][normalize]
+    The `_gaussian` versions have r standard normal (`normal`): a direction without preference, expectation 0.
+    """
+    return beside_drawn(zsl, icl, example, vectors.uniform_float32, vectors.gaussian)[normal][normalize]
 
 
 @metric("sim_aou_norm_random_matched", needs=("example",), unit="cosine", normalize=True)
@@ -160,16 +144,17 @@ def _update(before: Tensor, along: Tensor, square: Tensor) -> Update:
     return Update(square, across, scale, torch.where(before == 0, 0.0, turned))
 
 
+def _products(*states: Tensor) -> tuple[Tensor, ...]:
+    """Of states z, z + u and, if given, z + v: |z|^2, z.u, |u|^2, z.v, |v|^2, u.v"""
+    z, *after = (state.double() for state in states)
+    updates = [state - z for state in after]
+    return dots((z, z), *((vector, u) for u in updates for vector in (z, u)), *combinations(updates, 2))
+
+
 @remembered(1)
 def _two_updates(zsl: Observation, icl: Observation, ft: Observation) -> tuple[Update, Update, Tensor, Tensor, Tensor]:
     """The updates u of ICL and v of FT, u.v, u'.v', and where one of them is nothing but rounding: (n, L) each"""
-
-    def products(*states: Tensor) -> tuple[Tensor, ...]:
-        z, one, other = (state.double() for state in states)
-        u, v = one - z, other - z
-        return dots((z, z), (z, u), (u, u), (z, v), (v, v), (u, v))
-
-    before, *of_u, along_v, square_v, product = in_parts(products, *(seen.attention_output for seen in (zsl, icl, ft)))
+    before, *of_u, along_v, square_v, product = in_parts(_products, *(seen.attention_output for seen in (zsl, icl, ft)))
     _one_update.keep((zsl, icl), (before, *of_u))
     u, v = _update(before, *of_u), _update(before, along_v, square_v)
     across = product - of_u[0] * along_v * _inverse(before)
@@ -180,30 +165,24 @@ def _two_updates(zsl: Observation, icl: Observation, ft: Observation) -> tuple[U
 @remembered(1)
 def _one_update(zsl: Observation, icl: Observation) -> tuple[Tensor, ...]:
     """|z|^2, z.u and |u|^2 of ICL's update"""
-
-    def products(*states: Tensor) -> tuple[Tensor, ...]:
-        z, after = (state.double() for state in states)
-        u = after - z
-        return dots((z, z), (z, u), (u, u))
-
-    return in_parts(products, zsl.attention_output, icl.attention_output)
+    return in_parts(_products, zsl.attention_output, icl.attention_output)
 
 
-def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> list[tuple[Similarity, Similarity]]:
-    """Cosines of ICL's update with vectors r, without and with normalised states.
+@remembered(1)
+def beside_drawn(
+    zsl: Observation, icl: Observation, example: Tensor, *draws: Draw
+) -> list[tuple[Similarity, Similarity]]:
+    """Cosines of ICL's update with the vectors r that each of `draws` makes, without and with normalised states."""
 
-    `given` (n, L, d) are these vectors; or examples (n,), for which each of `draws` makes some.
-    """
-
-    def products(before: Tensor, after: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        drawn = [draw(given, tuple(before.shape[1:]), "update") for draw in draws] or [given.double()]
+    def products(before: Tensor, after: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
+        drawn = [draw(numbers, tuple(before.shape[1:]), "update") for draw in draws]
         before = before.to(drawn[0].dtype)  # fp32 will do for random ones
         update = after.to(before.dtype) - before
         return tuple(part.double() for part in dots(*((vector, r) for r in drawn for vector in (update, before, r))))
 
     of_u = _one_update(zsl, icl)
     u, before, along = _update(*of_u), of_u[0], of_u[1]
-    found = in_parts(products, zsl.attention_output, icl.attention_output, given)
+    found = in_parts(products, zsl.attention_output, icl.attention_output, example)
     cosines = []
     for start in range(0, len(found), 3):
         product, to_before, square = found[start : start + 3]
@@ -215,17 +194,12 @@ def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> 
 
 
 @remembered(1)
-def _beside_random(zsl: Observation, icl: Observation, example: Tensor) -> list[tuple[Similarity, Similarity]]:
-    return _beside(zsl, icl, example, uniform_float32, gaussian)
-
-
-@remembered(1)
 def _random_pair(zsl: Observation, example: Tensor) -> tuple[Tensor, ...]:
     """|g|^2, |g'|^2, z.g, z.g' and g.g' of two independent normal vectors: (n, L) each"""
 
     def products(state: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
         z = state.float()
-        g, other = (gaussian(numbers, tuple(z.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
+        g, other = (vectors.gaussian(numbers, tuple(z.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
         return tuple(part.double() for part in dots((g, g), (other, other), (z, g), (z, other), (g, other)))
 
     return in_parts(products, zsl.attention_output, example)

@@ -13,7 +13,7 @@ The authors pair tokens by place, which is right only if both sides saw the same
 `TrainingTokens.align` pairs them by row, so permutations and truncated prompts are compared correctly too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +26,6 @@ from fairseq_icl.metrics.vectors import remembered, uniform
 
 ROWS = 50  # examples in a matrix product, always: filled up, it gives each the same bits in any company
 BLOCK = 8  # numbers that `_inversions` compares pair by pair
-PAIRS = 2**26  # that a GPU compares at once
 
 
 @dataclass(frozen=True)
@@ -47,34 +46,24 @@ class TrainingTokens:
     @classmethod
     def align(
         cls,
-        queries: Tensor | Sequence[Tensor],
-        training_rows: Sequence[int],
-        training_lengths: Sequence[int],
+        training: Mapping[int, Tensor],
         context_rows: Sequence[int],
         context_spans: Sequence[tuple[int, int]],
-        top_examples: int = 5,
-        top_tokens: int = 100,
     ) -> "TrainingTokens":
         """Pair recorded training tokens with prompt tokens by dataset row, in the order of the prompt.
 
         Args:
-            queries: (L, sum of `training_lengths`, d), each training sequence with its BOS; or one tensor for each.
-            training_rows: Dataset row of each training sequence.
-            training_lengths: Tokens of each.
+            training: Dataset row -> query vectors (L, tokens, d) of its training sequence, BOS included.
             context_rows: Dataset row of each demonstration of the prompt.
             context_spans: (start, end) of each demonstration in the context, without its closing EOS.
-            top_examples: How many examples with the most attention recall and Kendall look at.
-            top_tokens: How many tokens.
         """
-        sequences = queries.split(list(training_lengths), dim=1) if isinstance(queries, Tensor) else queries
-        by_row = dict(zip(training_rows, sequences, strict=True))
         recorded: list[Tensor] = []
         demonstration: list[Tensor] = []
         positions: list[Tensor] = []
         for row, (begin, end) in zip(context_rows, context_spans, strict=True):
-            if row not in by_row:
+            if row not in training:
                 continue
-            own = by_row[row][:, 1:]
+            own = training[row][:, 1:]
             if own.size(1) != end - begin:
                 raise ValueError(f"row {row}: {own.size(1)} tokens in training, {end - begin} in the prompt")
             recorded.append(own)
@@ -82,13 +71,7 @@ class TrainingTokens:
             demonstration.append(torch.full((end - begin,), len(demonstration)))
         if not recorded:
             raise ValueError("no demonstration is in both the fine-tuning data and the prompt")
-        return cls(
-            torch.cat(recorded, dim=1),
-            torch.cat(demonstration),
-            torch.cat(positions),
-            top_examples,
-            top_tokens,
-        )
+        return cls(torch.cat(recorded, dim=1), torch.cat(demonstration), torch.cat(positions))
 
     @property
     def used_top_examples(self) -> int:
@@ -148,14 +131,14 @@ def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
         for start in range(0, n, ROWS):
             rows = slice(start, start + ROWS)
             scores[rows, layer] = (queries[rows, layer].double() @ keys).float()
-    return _weights(scores[:n])
+    return scores[:n].double().softmax(-1)
 
 
 def icl_weights(icl: Observation, training: TrainingTokens) -> Tensor:
-    """softmax_t(score_t): (n, L, T) float64"""
+    """softmax_t(score_t): (n, L, T) float64, as the authors have it: what underflows in float32 would be tied."""
     if icl.context_row is None:
         raise ValueError("the ICL observation has no context_row: observe attention to the demonstrations")
-    return _weights(icl.context_row[..., training.context_position])
+    return icl.context_row[..., training.context_position].double().softmax(-1)
 
 
 def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
@@ -170,7 +153,7 @@ def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
 def recall(attention: TrainingAttention, of: str = "tokens") -> Tensor:
     """|top k tokens of ICL & top k tokens of FT| / k; `recall_examples`: of demonstrations."""
     icl, ft, k = attention.weights_on(of)
-    return top_k_recall(icl, ft, k)
+    return (top_k(icl, k) & top_k(ft, k)).double().sum(-1) / k
 
 
 @metric("kendall_examples", conditions=(), needs=("attention",), of="examples")
@@ -199,16 +182,6 @@ def kendall_random(attention: TrainingAttention, of: str = "tokens") -> Similari
     return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), f"kendall {of}"))
 
 
-def _weights(scores: Tensor) -> Tensor:
-    """In float64, as the authors have it: in float32 most weights underflow, and what underflows is tied."""
-    return scores.double().softmax(-1)
-
-
-def top_k_recall(reference: Tensor, other: Tensor, k: int) -> Tensor:
-    """|top k of reference & top k of other| / k along the last dimension: (..., T), (..., T) -> (...)"""
-    return (top_k(reference, k) & top_k(other, k)).double().sum(-1) / k
-
-
 def top_k(weights: Tensor, k: int) -> Tensor:
     """Whether each weight is among the k largest of its row; of equal weights the first wins. (..., T) -> (..., T)"""
     smallest = weights.topk(k, dim=-1).values[..., -1:]
@@ -223,10 +196,8 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     (..., T), (..., T) -> (...). Defined as 0, and counted, where all of a or all of b is tied.
 
     Sorted by a, and by b where a is tied, the discordant pairs are the inversions of b (Knight 1966); all other
-    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's; GPUs compare all pairs.
+    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's.
     """
-    if a.is_cuda:
-        return _kendall_by_pairs(a, b)
     shape, size = a.shape[:-1], a.shape[-1]
     (rank_a, tied_a), (rank_b, tied_b) = _ranked(a), _ranked(b)
     bits = size.bit_length()
@@ -236,35 +207,16 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     pairs = size * (size - 1) / 2
     untied_a, untied_b = pairs - tied_a, pairs - tied_b
     comparable = untied_a + untied_b - pairs + _tied_pairs(both)  # tied in neither
-    return _tau(comparable - 2 * discordant, untied_a, untied_b, shape)
-
-
-def _tau(agreement: Tensor, untied_a: Tensor, untied_b: Tensor, shape: Sequence[int]) -> Similarity:
     norm = torch.sqrt(untied_a * untied_b)
     all_tied = norm == 0
-    value = agreement / torch.where(all_tied, 1.0, norm)
+    value = (comparable - 2 * discordant) / torch.where(all_tied, 1.0, norm)
     return Similarity(value.reshape(shape), all_tied.long().reshape(shape))
-
-
-def _kendall_by_pairs(a: Tensor, b: Tensor) -> Similarity:
-    """The same by its definition, T^2 signs a row."""
-
-    def signs(rows: Tensor) -> Tensor:
-        return (rows[:, :, None] - rows[:, None, :]).sign().flatten(1).float()  # (rows, T * T)
-
-    sums = []
-    some = max(1, PAIRS // a.size(-1) ** 2)
-    for one, other in zip(a.flatten(0, -2).split(some), b.flatten(0, -2).split(some), strict=True):
-        in_a, in_b = signs(one), signs(other)
-        sums.append(torch.stack([part.double().sum(-1) / 2 for part in (in_a * in_b, in_a.abs(), in_b.abs())]))
-    agreement, untied_a, untied_b = torch.cat(sums, dim=1)
-    return _tau(agreement, untied_a, untied_b, a.shape[:-1])
 
 
 @remembered(3)
 def _ranked(weights: Tensor) -> tuple[np.ndarray, Tensor]:
     """Ranks (rows, T), equal for equal values and without gaps, and how many pairs are tied, (rows,)"""
-    values = weights.reshape(-1, weights.size(-1)).numpy()
+    values = weights.reshape(-1, weights.size(-1)).cpu().numpy()
     order = values.argsort(axis=-1)
     ordered = np.take_along_axis(values, order, -1)
     steps = np.zeros(values.shape, dtype=np.int32 if values.shape[-1] < 2**15 else np.int64)

@@ -3,16 +3,16 @@
 The cosine with a zero vector is 0, and such cases can be counted; that of an update which is not above the rounding of
 the states it is the difference of is not a number, and counted likewise.
 
-Random numbers are the same however the examples are
-batched, ordered or spread over processes: each is a hash (splitmix64) of a stream name, the example's position in the
-validation set and the component, so baselines need no generator state and a repeated run writes the same bytes.
+Random numbers are the same however the examples are batched, ordered or spread over processes: each is a hash
+(splitmix64) of a stream name, the example's position in the validation set and the component, so baselines need no
+generator state and a repeated run writes the same bytes.
 
 So are all values: an example's is the same to the last bit whatever examples stand beside it. The sum of a row does not
-depend on other rows, but on the row's width; where that is the longest example's, `sum_of_padded` adds up, or rows are
-filled up to whole `STEP`s.
+depend on other rows, but on the row's width; where that is the longest example's, `log_shares` adds from left to right,
+and rows are filled up to whole `STEP`s elsewhere.
 
-Everything here runs on the device of its tensors. On a CPU numpy takes part: its products of rows are made by BLAS in
-one pass, and its draws are several times as fast as torch's.
+Everything runs on the device of its tensors, but for the draws, which numpy makes several times as fast as torch. On a
+CPU numpy's products of rows are made by BLAS in one pass.
 """
 
 import math
@@ -44,19 +44,6 @@ STEP = 32
 """Numbers that BLAS multiplies and adds in one turn: zeros in front, as many as fill whole turns, change no bit."""
 STRETCH = 1024
 """Numbers whose squares are added up together in fp32."""
-
-
-def sum_of_padded(values: Tensor) -> Tensor:
-    """The sum along the last dimension, from left to right: zeros at either end, however many, change no bit of it.
-
-    `sum` adds in an order that depends on the width. (..., d) -> (...)
-    """
-    return values.cumsum(-1)[..., -1]
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a.b along the last dimension: (..., d), (..., d) -> (...)"""
-    return dots((a, b))[0]
 
 
 def dots(*pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -128,7 +115,8 @@ def log_shares(scores: Tensor) -> Tensor:
     """log softmax over the options, -inf where an example has fewer; free of how many others have. (..., C) float64"""
     scores = scores.double()
     above = scores - scores.amax(-1, keepdim=True)
-    return above - sum_of_padded(above.exp()).log()[..., None]
+    # Added from left to right, where zeros at the end change no bit: the order of `sum` depends on the width.
+    return above - above.exp().cumsum(-1)[..., -1:].log()
 
 
 def cosine(a: Tensor, b: Tensor) -> Similarity:
@@ -138,7 +126,7 @@ def cosine(a: Tensor, b: Tensor) -> Similarity:
     Both papers' code gives 0 for a zero vector too, by a floor under the product of the norms.
     """
     a, b = a.double(), b.double()  # (..., d)
-    return cosine_of(dot(a, b), dot(a, a), dot(b, b))
+    return cosine_of(*dots((a, b), (a, a), (b, b)))
 
 
 def cosine_of(product: Tensor, a: Tensor, b: Tensor) -> Similarity:
@@ -165,23 +153,14 @@ def rounding_of(*observations: object) -> float:
     return UNITS * torch.finfo(torch.float32).eps + (0.0 if lowest is None else 2 * torch.finfo(lowest).eps)
 
 
-def unit(vector: Tensor) -> Tensor:
-    """x / |x| along the last dimension; the zero vector stays zero. (..., d) -> (..., d) float64"""
-    vector = vector.double()
-    norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-    return vector / torch.where(norm == 0, 1.0, norm)
-
-
 def mean_over_heads(similarity: Similarity) -> Similarity:
     """(n, layers, heads) -> (n, layers): cosines averaged over the heads that have one, lengths theirs together."""
     undefined = similarity.value.isnan()
     lengths = similarity.lengths
     if lengths is not None:
-        known = [torch.linalg.vector_norm(length.masked_fill(undefined, 0.0), dim=-1) for length in lengths]
-        lengths = (
-            known[0].masked_fill(undefined.all(-1), torch.nan),
-            known[1].masked_fill(undefined.all(-1), torch.nan),
-        )
+        first, second = (torch.linalg.vector_norm(length.masked_fill(undefined, 0.0), dim=-1) for length in lengths)
+        nowhere = undefined.all(-1)
+        lengths = (first.masked_fill(nowhere, torch.nan), second.masked_fill(nowhere, torch.nan))
     # Not nanmean, whose sum has another order of additions.
     value = torch.where(undefined.any(-1), similarity.value.nanmean(-1), similarity.value.mean(-1))
     return Similarity(value, similarity.zero_updates.sum(-1), lengths)
@@ -189,23 +168,17 @@ def mean_over_heads(similarity: Similarity) -> Similarity:
 
 def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64."""
-    if example.is_cuda:
-        return _shares_of(_bits_of(example, shape, stream))
-    return torch.from_numpy(_shares(_bits(tuple(example.tolist()), shape, stream)))
+    return torch.from_numpy(_shares(_bits(tuple(example.tolist()), shape, stream))).to(example.device)
 
 
 def uniform_float32(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """The same, rounded to float32 (and so at most 1)."""
-    if example.is_cuda:
-        return uniform(example, shape, stream).float()
     halves = _bits(tuple(example.tolist()), shape, stream).view(np.uint32)[..., 1::2]
-    return torch.from_numpy(halves.astype(np.float32)).mul_(2.0**-32)
+    return torch.from_numpy(halves.astype(np.float32)).mul_(2.0**-32).to(example.device)
 
 
 def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """Independent standard normal numbers: (n,) example positions -> (n, *shape) float32, quantiles of uniform ones."""
-    if example.is_cuda:
-        return _quantile(_shares_of(_bits_of(example, shape, stream))).float()
     bits = _bits(tuple(example.tolist()), shape, stream).reshape(-1)
     cell, within = (bits >> np.uint64(48)).view(np.int64), bits.view(np.uint16)[2::4]  # the first 16 bits, the next 16
     starts, slopes = _quantile_cells()
@@ -213,13 +186,9 @@ def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     numbers *= within
     numbers += starts.take(cell)
     tails = np.flatnonzero(np.abs(numbers) > FAR)
-    numbers[tails] = _quantile(torch.from_numpy(_shares(bits[tails]))).numpy()
-    return torch.from_numpy(numbers.reshape(len(example), *shape))
-
-
-def _quantile(shares: Tensor) -> Tensor:
-    """Of the normal distribution, float64; at 0 it would be -inf."""
-    return torch.special.ndtri(shares.clamp_min(2.0**-54))
+    shares = torch.from_numpy(_shares(bits[tails])).clamp_min(2.0**-54)  # the quantile of 0 would be -inf
+    numbers[tails] = torch.special.ndtri(shares).numpy()
+    return torch.from_numpy(numbers.reshape(len(example), *shape)).to(example.device)
 
 
 @lru_cache(maxsize=1)
@@ -232,12 +201,8 @@ def _quantile_cells() -> tuple[np.ndarray, np.ndarray]:
 @lru_cache(maxsize=2)  # the metrics of uniform and of normal updates follow each other and use the same draws
 def _bits(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> np.ndarray:
     """(n, *shape) uint64; not to be written into"""
-    first = np.array(example, dtype=np.uint64) + np.uint64(_start(stream))
+    first = np.array(example, dtype=np.uint64) + np.uint64(zlib.crc32(stream.encode()) << 32)
     return _mix(_mix(first)[:, None] + _counter(math.prod(shape))).reshape(len(example), *shape)
-
-
-def _start(stream: str) -> int:
-    return zlib.crc32(stream.encode()) << 32
 
 
 @lru_cache(maxsize=4)
@@ -257,27 +222,3 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def _shares(bits: np.ndarray) -> np.ndarray:
     """The first 53 of 64 bits as a number in [0, 1)."""
     return (bits >> np.uint64(11)).view(np.int64).astype(np.float64) * 2.0**-53
-
-
-def _bits_of(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
-    """`_bits` by torch, on the device of `example`: the same 64 bits as int64, whose sums and products wrap alike."""
-
-    def mix(state: Tensor) -> Tensor:
-        state = state ^ _shifted(state, 30)
-        for multiplier, shift in zip(MULTIPLIERS, (27, 31), strict=True):
-            state = state * int(multiplier.astype(np.int64))
-            state = state ^ _shifted(state, shift)
-        return state
-
-    first = mix(example + int(np.uint64(_start(stream)).astype(np.int64)))
-    counter = torch.arange(1, math.prod(shape) + 1, device=example.device) * int(GOLDEN_GAMMA.astype(np.int64))
-    return mix(first[:, None] + counter).view(len(example), *shape)
-
-
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, zeros moving in: torch moves in the sign."""
-    return (bits >> by) & (2 ** (64 - by) - 1)
-
-
-def _shares_of(bits: Tensor) -> Tensor:
-    return _shifted(bits, 11).double() * 2.0**-53

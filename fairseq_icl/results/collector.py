@@ -113,10 +113,8 @@ def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> Trainin
     `recorded`: row of the train file -> (layers, tokens, width), BOS included. None, with a warning, where the two
     sides cannot be paired: labels of another length were switched in, or nothing fitted into the prompt.
     """
-    lengths = [tokens.size(1) for tokens in recorded.values()]
-    rows, spans = prompts.context_rows, prompts.context_spans
     try:
-        return TrainingTokens.align(list(recorded.values()), list(recorded), lengths, rows, spans)
+        return TrainingTokens.align(recorded, prompts.context_rows, prompts.context_spans)
     except ValueError as error:
         logger.warning("attention to training tokens is left out: %s", error)
         return None
@@ -278,7 +276,7 @@ class Collector:
         labels = {f"prediction_{name}": observation.prediction for name, observation in conditions.items()}
         for name, predicted in (labels | {"gold": zsl.gold}).items():
             self.seen.labels.setdefault(name, Series(name)).append(example, predicted)
-        for name, members in prediction_sets(zsl, icl, ft)._asdict().items() if ft is not None else ():
+        for name, members in prediction_sets(zsl, icl, ft).items() if ft is not None else ():
             self.seen.sets.setdefault(name, Series(name)).append(example, members)
 
     def merge(self, other: "Collector | Seen") -> "Collector":

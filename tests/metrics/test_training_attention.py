@@ -25,11 +25,8 @@ def recorded(rows: list[int]) -> torch.Tensor:
 
 
 def aligned(training_rows: list[int], **options: int) -> TrainingTokens:
-    lengths = [LENGTHS[row] + 1 for row in training_rows]
-    rows = [7, 8, 9]
-    return TrainingTokens.align(
-        recorded(training_rows), training_rows, lengths, rows, [SPANS[row] for row in rows], **options
-    )
+    training = {row: recorded([row]) for row in training_rows}
+    return replace(TrainingTokens.align(training, list(SPANS), list(SPANS.values())), **options)
 
 
 def attention_of(icl: Observation, ft: Observation, **options: int) -> TrainingAttention:
@@ -47,7 +44,7 @@ def test_weights_that_underflow_in_float32_are_still_ranked():
     seen = replace(random_observation(0, n=4, layers=2), context_row=icl.float())
     weights = ta.icl_weights(seen, training)
     assert len(weights[0, 0].unique()) == 300
-    found = ta.kendall(weights, ta._weights(ft.float())).value
+    found = ta.kendall(weights, ft.float().double().softmax(-1)).value
     exact = [[kendalltau(a, b).statistic for a, b in zip(*pair, strict=True)] for pair in zip(icl, ft, strict=True)]
     np.testing.assert_allclose(found, exact, atol=1e-4)
 
@@ -68,12 +65,12 @@ def test_a_demonstration_missing_on_one_side_is_left_out():
 
 def test_sequences_of_different_length_cannot_be_paired():
     with pytest.raises(ValueError, match="row 7: 2 tokens in training, 3 in the prompt"):
-        TrainingTokens.align(torch.zeros(1, 3, 8), [7], [3], [7], [(1, 4)])
+        TrainingTokens.align({7: torch.zeros(1, 3, 8)}, [7], [(1, 4)])
 
 
 def test_nothing_in_common_is_an_error():
     with pytest.raises(ValueError, match="no demonstration"):
-        TrainingTokens.align(torch.zeros(1, 3, 8), [7], [3], [8], [(1, 3)])
+        TrainingTokens.align({7: torch.zeros(1, 3, 8)}, [8], [(1, 3)])
 
 
 def test_k_is_clipped_to_what_exists():
@@ -138,14 +135,20 @@ def test_kendall_of_rows_of_several_blocks():
     np.testing.assert_allclose(value, expected, atol=1e-12)
 
 
-def test_a_gpu_compares_pairs_and_finds_the_same(monkeypatch):
+def kendall_by_pairs(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """tau-b by its definition, from the signs of all pairs, and where one side is all tied."""
+    signs_a, signs_b = ((rows[..., :, None] - rows[..., None, :]).sign().flatten(-2) for rows in (a, b))
+    norm = (signs_a.abs().sum(-1) * signs_b.abs().sum(-1)).sqrt()
+    return (signs_a * signs_b).sum(-1) / torch.where(norm == 0, 1.0, norm), norm == 0
+
+
+def test_kendall_is_what_comparing_all_pairs_finds():
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randint(0, 9, (5, 2, 40), generator=generator).double() for _ in range(2))
     a[0] = 1.0  # all tied
-    monkeypatch.setattr(ta, "PAIRS", 3 * 40**2)  # in several parts
-    found, expected = ta._kendall_by_pairs(a, b), ta.kendall(a, b)
-    torch.testing.assert_close(found.value, expected.value)
-    assert torch.equal(found.zero_updates, expected.zero_updates)
+    found, (value, all_tied) = ta.kendall(a, b), kendall_by_pairs(a, b)
+    torch.testing.assert_close(found.value, value)
+    assert torch.equal(found.zero_updates, all_tied.long())
 
 
 def test_equal_values_have_one_rank_and_are_counted_as_tied_pairs():
@@ -159,6 +162,7 @@ def test_top_k_prefers_the_first_of_equal_weights():
 
 
 def test_recall_is_the_share_of_common_top_entries():
-    a, b = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([5.0, 0.0, 3.0, 4.0])
-    assert float(ta.top_k_recall(a, b, 2)) == 0.5
-    assert float(ta.top_k_recall(a, b, 4)) == 1.0
+    a, b = torch.tensor([[[5.0, 4.0, 3.0, 2.0]]]), torch.tensor([[[5.0, 0.0, 3.0, 4.0]]])
+    attention = TrainingAttention(torch.arange(1), a, b, a, b, top_tokens=2, top_examples=4)
+    assert float(ta.recall(attention)) == 0.5
+    assert float(ta.recall(attention, "examples")) == 1.0
