@@ -92,7 +92,8 @@ def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
         if path.suffix == ".csv":
             first, _, rest = path.read_text(encoding="utf-8").partition("\n")
             described = first.removeprefix(CSV_COMMENT) if first.startswith(CSV_COMMENT) else None
-            table = pd.read_csv(io.StringIO(rest), dtype=COLUMNS, keep_default_na=False, na_values=_MISSING)
+            missing = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper()}
+            table = pd.read_csv(io.StringIO(rest), dtype=COLUMNS, keep_default_na=False, na_values=missing)
         else:
             arrow = _read_parquet(path)
             described = (arrow.schema.metadata or {}).get(METADATA_KEY)
@@ -135,9 +136,6 @@ def _grid(rows: pd.DataFrame) -> pd.DataFrame:
         values = rows["value"].to_numpy(np.float64).reshape(-1, len(layers))
         return pd.DataFrame(values, example[:: len(layers)], layers)
     return rows.pivot(index="example", columns="layer", values="value").reindex(columns=layers)
-
-
-_MISSING = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper()}
 
 
 def means(table: pd.DataFrame, layers: bool = False) -> pd.DataFrame:
@@ -240,7 +238,6 @@ def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -
 
 
 NONE = -1  # stands for a missing layer or example until the table is made
-NAN = np.array(np.nan)
 
 
 class Rows:
@@ -250,18 +247,17 @@ class Rows:
         self.blocks: list[tuple[Any, ...]] = []
 
     def add(
-        self, metric: str, value: Any, low: Any = np.nan, high: Any = np.nan, *, is_per_layer: bool = False
+        self, metric: str, value: Any, low: Any = np.nan, high: Any = np.nan, *, layer: Any = NONE, example: Any = NONE
     ) -> None:
-        """A mean over examples with its interval (of each layer, (layers,), or over all), or a count."""
-        columns = [np.atleast_1d(np.asarray(column, dtype=np.float64)) for column in (value, low, high)]
-        self._add(metric, np.arange(len(columns[0])) if is_per_layer else NONE, NONE, *columns)
+        """A row for every defined value: a number, those of layers, or of examples and layers (n, L).
 
-    def add_examples(self, metric: str, examples: np.ndarray, values: np.ndarray, per_layer: bool = False) -> None:
-        """One row an example (n,) and column of values (n, layers)."""
-        layers = np.arange(values.shape[1]) if per_layer else np.array([NONE])
-        self._add(
-            metric, np.tile(layers, len(examples)), np.repeat(examples, values.shape[1]), values.ravel(), NAN, NAN
-        )
+        The other columns are of a shape that goes with it: layers (L,), examples (n, 1).
+        """
+        value = np.asarray(value, dtype=np.float64)
+        defined = ~np.isnan(value)
+        if defined.any():
+            columns = (np.broadcast_to(column, value.shape)[defined] for column in (layer, example, value, low, high))
+            self.blocks.append((metric, *columns))
 
     def frame(self, **identity: str | int) -> pd.DataFrame:
         """All rows as a table, with the same `identity` columns (dataset, seed, ...) in each, in front."""
@@ -282,10 +278,3 @@ class Rows:
         for place, (name, content) in enumerate(identity.items()):
             frame.insert(place, name, content)
         return frame
-
-    def _add(self, metric: str, layer: np.ndarray | int, example: np.ndarray | int, *numbers: np.ndarray) -> None:
-        """Rows with defined values: layer and example of each, and value, low and high."""
-        defined = ~np.isnan(numbers[0])
-        if defined.any():
-            columns = (np.broadcast_to(column, defined.shape)[defined] for column in (layer, example, *numbers))
-            self.blocks.append((metric, *columns))
