@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq.data import FairseqDataset, data_utils
+from fairseq.data import FairseqDataset, monolingual_dataset
 
 from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.prompts import PAD
@@ -71,19 +71,14 @@ class QueryDataset(_OfKnownLengths):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         query = self.queries[index]
-        tokens = (*self.start, *query.inputs[query.gold], *query.labels[query.gold])
-        scored = [False] * len(tokens)
-        scored[-len(query.labels[query.gold]) :] = [True] * len(query.labels[query.gold])
+        before, label = (*self.start, *query.inputs[query.gold]), query.labels[query.gold]
+        tokens, scored = (*before, *label), [False] * len(before) + [True] * len(label)
         return language_model_item(index, tokens, scored, self.pad) | {"query": query}
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate(items, self.pad)
-        if not batch:
-            return batch
-        return batch | {
-            "queries": [item["query"] for item in items],
-            "positions_in_set": [item["id"] for item in items],
-        }
+        own = {"queries": [item["query"] for item in items], "positions_in_set": [item["id"] for item in items]}
+        return batch | own if batch else batch
 
     def ordered_indices(self) -> np.ndarray:
         return np.argsort(self.lengths, kind="stable")
@@ -113,17 +108,9 @@ def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool
 
 
 def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
-    """fairseq's batch of language-model items. An empty list (a short shard) gives an empty batch."""
-    if not items:
-        return {}
-    target = data_utils.collate_tokens([item["target"] for item in items], pad)  # (batch, tokens)
-    return {
-        "id": torch.tensor([item["id"] for item in items]),
-        "nsentences": len(items),
-        "ntokens": int(target.ne(pad).sum()),
-        "net_input": {
-            "src_tokens": data_utils.collate_tokens([item["source"] for item in items], pad),  # (batch, tokens)
-            "src_lengths": torch.tensor([len(item["source"]) for item in items]),
-        },
-        "target": target,
-    }
+    """fairseq's batch of language-model items, (batch, tokens) each; `ntokens` are the scored ones.
+
+    An empty list (a short shard) gives an empty batch.
+    """
+    batch = monolingual_dataset.collate(items, pad, eos_idx=None)
+    return batch | {"ntokens": int(batch["target"].ne(pad).sum())} if batch else {}
