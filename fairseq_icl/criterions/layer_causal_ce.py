@@ -105,10 +105,7 @@ class LayerCausalCrossEntropy(FairseqCriterion):
             metrics.log_scalar(name, total / count / math.log(2), count, round=3)
         metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
 
-    @staticmethod
-    def logging_outputs_can_be_summed() -> bool:
-        """True: every logged value is a sum over tokens."""
-        return True
+    logging_outputs_can_be_summed = staticmethod(lambda: True)  # every logged value is a sum over tokens
 
 
 ShortCircuitCrossEntropyConfig = make_dataclass(
@@ -171,7 +168,4 @@ class MatchICL(FairseqCriterion):
         for name in dict.fromkeys(name for log in logging_outputs for name in log if name.startswith("loss")):
             metrics.log_scalar(name, sum(log.get(name, 0) for log in logging_outputs) / size, size, round=4)
 
-    @staticmethod
-    def logging_outputs_can_be_summed() -> bool:
-        """True: every logged value is a sum over tokens."""
-        return True
+    logging_outputs_can_be_summed = staticmethod(lambda: True)  # every logged value is a sum over tokens

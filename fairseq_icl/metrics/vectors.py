@@ -101,12 +101,7 @@ def l2_norm(x: Tensor) -> Tensor:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """|value - reference| / |reference| over all entries (Euclidean norm); the plain |value| if the reference is zero.
-
-    Args:
-        value: what the statement claims, any shape.
-        reference: what was computed directly, same shape.
-    """
+    """|value - reference| / |reference| over all entries of tensors of one shape; |value| if the reference is zero."""
     scale, distance = l2_norm(reference), l2_norm(value - reference)
     return float(distance / scale) if scale > 0 else float(distance)
 

@@ -223,7 +223,11 @@ class Collector:
             zsl, icl, ft, other_ft, weights, self.training = given
             example = example.to(device)
         conditions = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
-        attention = self._training_attention(example, icl, ft)
+        attention, first = None, torch.nonzero(example < self.training_examples).flatten()
+        if self.training is not None and ft is not None and len(first) == len(example):
+            attention = TrainingAttention.of(example, icl, ft, self.training)
+        elif self.training is not None and ft is not None and len(first):
+            attention = TrainingAttention.of(example[first], icl.take(first), ft.take(first), self.training)
         extras: dict[str, Any] = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
         extras = {name: extra for name, extra in extras.items() if extra is not None}
         # Those of all conditions first: what the others need is found on their way, and remembered.
@@ -234,31 +238,28 @@ class Collector:
             if metric.can_read(observations):
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
                 which = extras["attention"].example if "attention" in metric.needs else example
-                self._put_outcome(name, which, outcome)
+                self._put("metrics", name, which, outcome)
         for name, seen in conditions.items():
             self._put("labels", f"prediction_{name}", example, seen.prediction)
         self._put("labels", "gold", example, zsl.gold)
         for name, members in prediction_sets(zsl, icl, ft).items() if ft is not None else ():
             self._put("sets", name, example, members)
 
-    def _put_outcome(self, name: str, example: Tensor, outcome: Outcome) -> None:
+    def _put(self, group: str, name: str, example: Tensor, outcome: Outcome) -> None:
         """Take in what a metric makes of examples (n,): its values, those of single heads, and lengths."""
         if isinstance(outcome, Similarity) and outcome.value.ndim == 3:  # (n, layers, heads)
             for head, values in enumerate(outcome.value.unbind(2)):
                 self._put("heads", f"{name}_{head}", example, values)
             outcome = mean_over_heads(outcome)
-        self._put("metrics", name, example, outcome)
+        size = len(outcome if isinstance(outcome, Tensor) else outcome[0])
+        if size != len(example):
+            raise ValueError(f"{name}: {size} values for {len(example)} examples")
+        self.seen[group].setdefault(name, Series()).append(example, outcome)
         if isinstance(outcome, Similarity) and outcome.lengths is not None:
             # A quotient of sums; an example whose lengths are not finite takes no part.
             finite = outcome.lengths[0].isfinite() & outcome.lengths[1].isfinite()
             first, second = (torch.where(finite, length, 0.0) for length in outcome.lengths)
             self._put("lengths", name, example, Ratio(second, first))
-
-    def _put(self, group: str, name: str, example: Tensor, outcome: Outcome) -> None:
-        size = len(outcome if isinstance(outcome, Tensor) else outcome[0])
-        if size != len(example):
-            raise ValueError(f"{name}: {size} values for {len(example)} examples")
-        self.seen[group].setdefault(name, Series()).append(example, outcome)
 
     def merge(self, seen: Seen) -> "Collector":
         """Take in what another collector, perhaps of another process, has `seen`; returns self."""
@@ -299,17 +300,6 @@ class Collector:
         for name, count in counts.items():
             rows.add(name, count)
         return rows.frame(dataset=dataset, seed=seed, permutation=permutation, method=method, init=init)
-
-    def _training_attention(
-        self, example: Tensor, icl: Observation, ft: Observation | None
-    ) -> TrainingAttention | None:
-        """Attention to training tokens of those examples of the batch that are among the first `training_examples`."""
-        chosen = torch.nonzero(example < self.training_examples).flatten()
-        if self.training is None or ft is None or len(chosen) == 0:
-            return None
-        if len(chosen) < len(example):
-            example, icl, ft = example[chosen], icl.take(chosen), ft.take(chosen)
-        return TrainingAttention.of(example, icl, ft, self.training)
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""

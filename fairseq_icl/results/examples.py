@@ -35,14 +35,11 @@ def most_disagreeing(prompts: Prompts, zsl: Any, icl: Any, ft: Any, spell: Spell
         query = prompts.queries[number]
         size = len(query.labels)
         shares = {name: [round(x, 4) for x in of[number, :size].tolist()] for name, of in probabilities.items()}
-        example: dict[str, Any] = {"row": query.row, "gold": query.gold}
-        example["disagreement"] = round(float(distance[number]), 4)
-        if query.shared_input:
-            texts, example["query"] = query.labels, "".join(spell(query.inputs[0]))
-        else:
-            texts = tuple((*tokens, *label) for tokens, label in zip(query.inputs, query.labels, strict=True))
-            example["query"] = ""
-        example["options"] = ["".join(spell(tokens)) for tokens in texts]
+        texts, shown = query.labels, query.inputs[0]
+        if not query.shared_input:
+            shown, texts = (), tuple((*own, *label) for own, label in zip(query.inputs, query.labels, strict=True))
+        example = {"row": query.row, "gold": query.gold, "disagreement": round(float(distance[number]), 4)}
+        example |= {"query": "".join(spell(shown)), "options": ["".join(spell(tokens)) for tokens in texts]}
         examples.append(example | {"probabilities": shares} | attention)
     return {"demonstrations": _demonstrations(prompts, training, spell), "examples": examples}
 

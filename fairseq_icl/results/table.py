@@ -42,12 +42,11 @@ COLUMNS: dict[str, str] = {
 """Columns of the table and their pandas types; those with a capital letter may be missing."""
 
 METADATA_KEY = b"fairseq_icl"
-CURVE_COLUMNS = ("demonstrations", "metric", "value", "low", "high")
-"""Columns of the curves over the demonstrations; training/dynamics.py makes them."""
+CURVE_COLUMNS = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
+"""Columns of the curves over the demonstrations and their types; training/dynamics.py makes them."""
 LENGTH_RATIO = "length_ratio_"
 """Beginning of the name of what stands beside a cosine: how long its second vector is in units of the first."""
 CSV_COMMENT = "# fairseq_icl "
-VERSIONS_OF = ("torch", "numpy", "fairseq", "fairseq-fixed")
 
 
 def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str, Any]) -> None:
@@ -60,15 +59,13 @@ def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str
     if table["value"].isna().any():
         raise ValueError("a table must not contain undefined values: leave the row out and count it")
     described = json.dumps(provenance, sort_keys=True, default=str)
-    content = io.BytesIO()
     if path.suffix == ".csv":
         rows = table.to_csv(index=False, lineterminator="\n")
-        content.write(f"{CSV_COMMENT}{described}\n{rows}".encode())
+        write_atomically(path, f"{CSV_COMMENT}{described}\n{rows}")
     else:
         arrow = pa.Table.from_pandas(table, preserve_index=False)
         arrow = arrow.replace_schema_metadata({METADATA_KEY: described.encode()})
-        pq.write_table(arrow, content, compression="zstd", write_page_checksum=True)
-    write_atomically(path, content.getbuffer())
+        write_atomically(path, lambda new: pq.write_table(arrow, new, compression="zstd", write_page_checksum=True))
 
 
 def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -169,7 +166,7 @@ def provenance(
     And what rounding depends on, which fine-tuning at the papers' rates amplifies: threads, device and precision.
     """
     versions = {"fairseq_icl": __version__, "python": platform.python_version()}
-    for name in VERSIONS_OF:
+    for name in ("torch", "numpy", "fairseq", "fairseq-fixed"):
         with suppress(PackageNotFoundError):  # one of fairseq and fairseq-fixed is there, not both
             versions[name] = version(name)
     machine: dict[str, Any] = {}
@@ -205,8 +202,7 @@ def _git_state(package: Path) -> dict[str, Any] | None:
 
 def write_curve(path: Path, curve: pd.DataFrame) -> None:
     """Write a curve over the demonstrations as Parquet."""
-    kinds = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
-    arrow = pa.Table.from_pandas(curve.astype(kinds), preserve_index=False)
+    arrow = pa.Table.from_pandas(curve.astype(CURVE_COLUMNS), preserve_index=False)
     write_atomically(path, lambda unfinished: pq.write_table(arrow, unfinished, write_page_checksum=True))
 
 
@@ -225,16 +221,12 @@ def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -
     below the head are text.
     """
     cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = [
-        column < names if names is not None else all(isinstance(line[column], str) for line in lines[1:])
-        for column in range(len(widths))
-    ]
-    padded = [
-        "  ".join(x.ljust(w) if at_left else x.rjust(w) for x, w, at_left in zip(line, widths, left, strict=True))
-        for line in cells
-    ]
-    return "\n".join(line.rstrip() for line in padded)
+    padded = []
+    for number, column in enumerate(zip(*cells, strict=True)):
+        width, is_text = max(map(len, column)), all(isinstance(line[number], str) for line in lines[1:])
+        at_left = is_text if names is None else number < names
+        padded.append([cell.ljust(width) if at_left else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 NONE = -1  # stands for a missing layer or example until the table is made
@@ -265,16 +257,12 @@ class Rows:
         names, *columns = map(list, zip(*self.blocks, strict=True))
         self.blocks.clear()  # the parts of a column go as soon as it is joined: the table is the largest thing there is
         layer, example, value, low, high = (np.concatenate(columns.pop(0)) for _ in range(5))
-        frame = pd.DataFrame(
-            {
-                "metric": pd.Series(names).array.repeat(sizes),
-                "layer": pd.arrays.IntegerArray(layer, layer == NONE),
-                "example": pd.arrays.IntegerArray(example, example == NONE),
-                "value": value,
-                "low": pd.array(low, dtype="Float64"),
-                "high": pd.array(high, dtype="Float64"),
-            }
-        )
-        for place, (name, content) in enumerate(identity.items()):
-            frame.insert(place, name, content)
-        return frame
+        table: dict[str, Any] = {
+            "metric": pd.Series(names).array.repeat(sizes),
+            "layer": pd.arrays.IntegerArray(layer, layer == NONE),
+            "example": pd.arrays.IntegerArray(example, example == NONE),
+            "value": value,
+            "low": pd.array(low, dtype="Float64"),
+            "high": pd.array(high, dtype="Float64"),
+        }
+        return pd.DataFrame(identity | table)
