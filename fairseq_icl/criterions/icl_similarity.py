@@ -109,9 +109,9 @@ class ICLSimilarity(FairseqCriterion):
             self.observers, self.device = self._make_observers(model), next(model.parameters()).device
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
         seen = {name: observer(queries) for name, observer in self.observers.items()}
-        zsl, icl, ft, other_ft = (seen.get(name) for name in ("zsl", "icl", "ft", "other_ft"))
-        weights = self._weight_updates(queries) if ft is not None and "sim_weights" in (self.names or ()) else None
-        self.collector.add(example, zsl, icl, ft, other_ft=other_ft, weights=weights)
+        weights = self._weight_updates(queries) if "ft" in seen and "sim_weights" in (self.names or ()) else None
+        extras: dict[str, Any] = {"other_ft": seen.get("other_ft"), "weights": weights}
+        self.collector.add(example, seen["zsl"], seen["icl"], seen.get("ft"), **extras)
         if self.cfg.save_activations:
             self._keep(example, {name: part for name, part in seen.items() if name != "other_ft"})
         answered = seen.get("ft", seen["zsl"])

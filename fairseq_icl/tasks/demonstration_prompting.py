@@ -123,7 +123,7 @@ class DemonstrationPromptingTask(FairseqTask):
             flags = {name: str(cfg[name]) if SETTINGS[name].choices and cfg[name] else cfg[name] for name in names}
             given["settings"] = Settings.of(str(cfg.reading), seed=cfg.seed, **flags)
         task = cls(cfg, given["files"].load_dictionary(), given["settings"])
-        vars(task).update(given)  # `prompts` in place of those that the property makes
+        task.__dict__.update(given)  # `prompts` in place of those that the property makes
         return task
 
     @classmethod
@@ -173,7 +173,7 @@ class DemonstrationPromptingTask(FairseqTask):
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """fairseq's iterator, but training keeps the order of the demonstrations (no `--curriculum` needed)."""
         is_training = isinstance(dataset, FinetuningDataset)
-        limit = kwargs.get("max_positions")
+        limit: Any = kwargs.get("max_positions")
         for row, tokens, _ in dataset.items if is_training and isinstance(limit, int) else ():
             if len(tokens) > limit:  # fairseq would leave it out
                 raise UserError(
