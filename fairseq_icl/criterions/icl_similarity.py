@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fairseq_icl.compat.command_line import flag, flags_of
 from fairseq_icl.errors import UserError, naming
-from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.models import Model, facts_of
 from fairseq_icl.models.checkpoints import BASE_REFERENCE, base_reference, is_hugging_face, read_checkpoint
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
@@ -109,7 +108,13 @@ class ICLSimilarity(FairseqCriterion):
             self.observers, self.device = self._make_observers(model), next(model.parameters()).device
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
         seen = {name: observer(queries) for name, observer in self.observers.items()}
-        weights = self._weight_updates(queries) if "ft" in seen and "sim_weights" in (self.names or ()) else None
+        weights = None
+        if "ft" in seen and "sim_weights" in (self.names or ()):
+            icl, ft, start = self.observers["icl"], self.observers["ft"], self.task.prompts.start
+            if icl.prefix is None:
+                raise UserError("--metrics sim_weights: not defined for this model's attention; leave it out")
+            position = self.settings.position
+            weights = observe_weight_updates(icl.model, ft.model, queries, icl.prefix, start, position)
         extras: dict[str, Any] = {"other_ft": seen.get("other_ft"), "weights": weights}
         self.collector.add(example, seen["zsl"], seen["icl"], seen.get("ft"), **extras)
         if self.cfg.save_activations:
@@ -140,14 +145,6 @@ class ICLSimilarity(FairseqCriterion):
                 observers["other_ft"] = Observer(base.under(other), prompts)
         return observers
 
-    def _weight_updates(self, queries: list[Any]) -> WeightUpdates:
-        """What ICL and FT add to the matrix of every head."""
-        icl, ft = self.observers["icl"], self.observers["ft"]
-        if icl.prefix is None:
-            raise UserError("--metrics sim_weights: not defined for this model's attention; leave it out")
-        start, position = self.task.prompts.start, self.settings.position
-        return observe_weight_updates(icl.model, ft.model, queries, icl.prefix, start, position)
-
     def _keep(self, example: Tensor, conditions: Mapping[str, Observation]) -> None:
         """Keep what was seen of examples (n,) for --save-activations. One seen twice is the same again."""
         for name, seen in conditions.items():
@@ -170,8 +167,13 @@ class ICLSimilarity(FairseqCriterion):
 
     def finish(self) -> None:
         """After the last batch, on every process: gather, log; on the first one also write and print."""
-        for seen in _gather_from_others(self.collector.seen):
-            self.collector.merge(seen)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if torch.distributed.is_initialized():
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, (self.collector.seen, *self._kept_in_order()))
+            for seen, *kept in parts[:rank] + parts[rank + 1 :]:
+                self.collector.merge(seen)
+                self._keep(*kept)
         settings, method = self.settings, method_of(self.cfg.path)
         spec = self.task.prompts.spec
         table = self.collector.table(spec.name, settings.seed, settings.permutation, method, settings.init)
@@ -179,10 +181,7 @@ class ICLSimilarity(FairseqCriterion):
         for row in overall.itertuples():
             if row.value or not row.metric.startswith("zero_updates_"):
                 metrics.log_scalar(row.metric, row.value, round=5)
-        if self.cfg.save_activations and torch.distributed.is_initialized():
-            for other in _gather_from_others(self._kept_in_order()):
-                self._keep(*other)
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if rank == 0:
             if self.cfg.results:
                 write_results(self.cfg.results, table, self._provenance(method))
             if self.cfg.save_activations:
@@ -267,13 +266,3 @@ def summary(overall: pd.DataFrame) -> str:
         told = [f"{name} {n}" for name, n in zero.items()]
         text.append(f"cosines left out because an update is not above rounding: {', '.join(told)}")
     return "\n".join([*text, f"{int(values['examples'])} examples"])
-
-
-def _gather_from_others(own: Any) -> list[Any]:
-    """What the other processes hold in place of `own`, in the order of their ranks."""
-    if not torch.distributed.is_initialized():
-        return []
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
-    del gathered[torch.distributed.get_rank()]
-    return gathered

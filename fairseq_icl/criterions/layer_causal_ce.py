@@ -50,10 +50,8 @@ class LayerCausalCrossEntropy(FairseqCriterion):
         settings = getattr(task, "settings", Settings())
         self.point = str(layer_causal_point or settings.layer_causal_point)
         self.layer_loss = str(layer_loss or settings.layer_loss)
-        self.layers = layers
-        self.sentence_avg = sentence_avg
-        self.sequential = sequential
-        """Whether the task is to go by `training.sequential` instead of calling `forward` on all layers at once."""
+        self.layers, self.sentence_avg = layers, sentence_avg
+        self.sequential = sequential  # the task goes by `training.sequential`, not by `forward` on all layers at once
         if sequential and clip_norm > 0:
             raise UserError(
                 "--clip-norm: needs the gradients of all layers at once, in sequential updates a layer has stepped "
@@ -77,21 +75,15 @@ class LayerCausalCrossEntropy(FairseqCriterion):
         losses = layer_losses(model, decoder, layers, self.point, target, self.padding_idx, **sample["net_input"])
         share = len(layers) / len(chosen)
         per_token = losses.mean(0) * share if self.layer_loss == "mean" else losses.sum(0)  # (tokens,)
-        if reduce:
-            loss = per_token.sum()
-        else:
+        loss = per_token.sum()
+        if not reduce:
             scored = target.ne(self.padding_idx)  # (batch, length)
             loss = per_token.new_zeros(scored.shape).masked_scatter(scored, per_token).view(-1)
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
-        logs = {
-            "loss": loss.detach().clone(),  # a copy: fairseq zeroes the loss of dummy batches in place
-            "nll_loss": losses[-1].detach().sum(),
-            "ntokens": sample["ntokens"],
-            "nsentences": target.size(0),
-            "sample_size": sample_size,
-        }
-        for layer, layer_loss in zip(layers, losses.detach(), strict=True):
-            logs[f"loss_layer_{layer}"] = layer_loss.sum()
+        # The loss is a copy: fairseq zeroes that of dummy batches in place.
+        logs = {"loss": loss.detach().clone(), "nll_loss": losses[-1].detach().sum(), "ntokens": sample["ntokens"]}
+        logs |= {"nsentences": target.size(0), "sample_size": sample_size}
+        logs |= {f"loss_layer_{layer}": own.sum() for layer, own in zip(layers, losses.detach(), strict=True)}
         return loss, sample_size, logs
 
     @staticmethod

@@ -79,12 +79,9 @@ class Metric:
     compute: Callable[..., Outcome]
     conditions: tuple[str, ...]
     needs: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-    """Attributes of the observations that may be missing; without one of them the metric is left out."""
-    title: str = ""
-    """What it is called in figures; by default its name."""
-    unit: str = ""
-    """In which it is shown. Shares are computed between 0 and 1, and those with the unit "percent" shown as such."""
+    reads: tuple[str, ...] = ()  # attributes of observations that may be missing; without one it is left out
+    title: str = ""  # in figures; by default its name
+    unit: str = ""  # in which it is shown; shares are computed between 0 and 1, also those with the unit "percent"
 
     def can_read(self, observations: Iterable[Observation]) -> bool:
         """Whether the observations have what it reads."""
@@ -222,10 +219,4 @@ def _load_entry_points() -> None:
 
 
 # Importing a module registers its metrics; at the end, because they take `metric` from here.
-from fairseq_icl.metrics import (  # noqa: E402
-    attention_maps,
-    attention_outputs,
-    predictions,
-    training_attention,
-    weight_space,
-)
+from fairseq_icl.metrics import attention_maps, attention_outputs, predictions, training_attention, weight_space  # noqa: E402

@@ -45,10 +45,7 @@ class TrainingTokens:
 
     @classmethod
     def align(
-        cls,
-        training: Mapping[int, Tensor],
-        context_rows: Sequence[int],
-        context_spans: Sequence[tuple[int, int]],
+        cls, training: Mapping[int, Tensor], context_rows: Sequence[int], context_spans: Sequence[tuple[int, int]]
     ) -> "TrainingTokens":
         """Pair recorded training tokens with prompt tokens by dataset row, in the order of the prompt.
 
@@ -57,31 +54,25 @@ class TrainingTokens:
             context_rows: Dataset row of each demonstration of the prompt.
             context_spans: (start, end) of each demonstration in the context, without its closing EOS.
         """
-        recorded: list[Tensor] = []
-        demonstration: list[Tensor] = []
-        positions: list[Tensor] = []
-        for row, (begin, end) in zip(context_rows, context_spans, strict=True):
-            if row not in training:
-                continue
-            own = training[row][:, 1:]
-            if own.size(1) != end - begin:
-                raise ValueError(f"row {row}: {own.size(1)} tokens in training, {end - begin} in the prompt")
-            recorded.append(own)
-            positions.append(torch.arange(begin, end))
-            demonstration.append(torch.full((end - begin,), len(demonstration)))
-        if not recorded:
+        shared = [
+            (row, training[row][:, 1:], torch.arange(*span))
+            for row, span in zip(context_rows, context_spans, strict=True)
+            if row in training
+        ]
+        if not shared:
             raise ValueError("no demonstration is in both the fine-tuning data and the prompt")
-        return cls(torch.cat(recorded, dim=1), torch.cat(demonstration), torch.cat(positions))
+        for row, queries, positions in shared:
+            if queries.size(1) != len(positions):
+                raise ValueError(f"row {row}: {queries.size(1)} tokens in training, {len(positions)} in the prompt")
+        demonstration = [torch.full_like(positions, number) for number, (_, _, positions) in enumerate(shared)]
+        _, recorded, places = zip(*shared, strict=True)
+        return cls(torch.cat(recorded, dim=1), torch.cat(demonstration), torch.cat(places))
 
     @property
-    def used_top_examples(self) -> int:
-        """k of the example-level recall: `top_examples`, or all demonstrations if there are fewer."""
-        return min(self.top_examples, int(self.demonstration.max()) + 1)
-
-    @property
-    def used_top_tokens(self) -> int:
-        """k of the token-level recall: `top_tokens`, or all tokens if there are fewer (the authors fail there)."""
-        return min(self.top_tokens, len(self.demonstration))
+    def used_tops(self) -> tuple[int, int]:
+        """k of the recall of tokens and of examples: all of them if there are fewer (the authors fail there)."""
+        sizes = len(self.demonstration), int(self.demonstration.max()) + 1
+        return min(self.top_tokens, sizes[0]), min(self.top_examples, sizes[1])
 
 
 @dataclass(frozen=True)
@@ -99,16 +90,9 @@ class TrainingAttention:
     @classmethod
     def of(cls, example: Tensor, icl: Observation, ft: Observation, training: TrainingTokens) -> "TrainingAttention":
         """Both sides of examples (n,) observed under ICL and FT."""
-        icl_tokens, ft_tokens = icl_weights(icl, training), finetuning_weights(ft, training)
-        return cls(
-            example,
-            icl_tokens,
-            ft_tokens,
-            per_demonstration(icl_tokens, training),
-            per_demonstration(ft_tokens, training),
-            training.used_top_tokens,
-            training.used_top_examples,
-        )
+        tokens = icl_weights(icl, training), finetuning_weights(ft, training)
+        icl_examples, ft_examples = (per_demonstration(weights, training) for weights in tokens)
+        return cls(example, *tokens, icl_examples, ft_examples, *training.used_tops)
 
     def weights_on(self, of: str) -> tuple[Tensor, Tensor, int]:
         """Weights of ICL and of FT on "tokens" or on "examples" (demonstrations), and the k of their recall."""

@@ -30,7 +30,6 @@ from fairseq_icl.metrics import Similarity
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 UNITS = 256
 """Units in the last place of fp32 below which a change is rounding. Rotary scores should not change at all when a query
 moves behind 800 tokens, and change by up to 60 units: the positions' angles are rounded."""
@@ -143,9 +142,9 @@ def where_defined(similarity: Similarity, noise: Tensor) -> Similarity:
 
 def rounding_of(*observations: object) -> float:
     """The change of a vector, in units of its length, that may be rounding in the lowest of their precisions."""
-    found = {getattr(seen, "precision", "fp32") for seen in observations}
-    lowest = next((kind for name, kind in PRECISIONS.items() if name in found), None)
-    return UNITS * torch.finfo(torch.float32).eps + (0.0 if lowest is None else 2 * torch.finfo(lowest).eps)
+    kinds = {"fp32": 0.0, "fp16": 2 * torch.finfo(torch.float16).eps, "bf16": 2 * torch.finfo(torch.bfloat16).eps}
+    lowest = max(kinds.get(getattr(seen, "precision", "fp32"), 0.0) for seen in observations)
+    return UNITS * torch.finfo(torch.float32).eps + lowest
 
 
 def mean_over_heads(similarity: Similarity) -> Similarity:

@@ -23,17 +23,7 @@ from torch import Tensor
 from fairseq_icl.devices import present_device, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
-from fairseq_icl.metrics import (
-    Calibration,
-    Observation,
-    Outcome,
-    Ranking,
-    Ratio,
-    Similarity,
-    default_names,
-    get_metric,
-    shown_as,
-)
+from fairseq_icl.metrics import Calibration, Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.vectors import mean_over_heads
@@ -107,8 +97,8 @@ def compare(
 def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> TrainingTokens | None:
     """The demonstration tokens that fine-tuning and the prompt share, with their recorded query vectors.
 
-    `recorded`: row of the train file -> (layers, tokens, width), BOS included. None, with a warning, where the two
-    sides cannot be paired: labels of another length were switched in, or nothing fitted into the prompt.
+    None, with a warning, where the two cannot be paired: labels of another length were switched in, or nothing fitted
+    into the prompt. `recorded`: row of the train file -> (layers, tokens, width), BOS included.
     """
     try:
         return TrainingTokens.align(recorded, prompts.context_rows, prompts.context_spans)
@@ -295,8 +285,7 @@ class Collector:
             counts["skipped_updates"] = self.skipped_updates
         if self.training is not None:
             counts["training_tokens"] = len(self.training.demonstration)
-            counts["top_tokens"] = self.training.used_top_tokens
-            counts["top_examples"] = self.training.used_top_examples
+            counts["top_tokens"], counts["top_examples"] = self.training.used_tops
         for name, count in counts.items():
             rows.add(name, count)
         return rows.frame(dataset=dataset, seed=seed, permutation=permutation, method=method, init=init)
@@ -315,7 +304,7 @@ class Collector:
                 rows.add(f"undefined_{name}", 1)
             return
         ratio, lengths = f"{LENGTH_RATIO}{name}", self.seen["lengths"].get(name)
-        _add_means(rows, name, series)
+        _add_means(rows, name, series, is_share=self.metrics[name].unit == "percent")
         _add_means(rows, ratio, lengths)
         values = series.values()
         layer = np.arange(values.shape[1]) if series.is_per_layer else NONE
@@ -329,14 +318,13 @@ class Collector:
             _add_means(rows, f"{ratio}_f2t", lengths, chosen)
 
 
-def _add_means(rows: Rows, name: str, series: Series | None, chosen: np.ndarray | slice = slice(None)) -> None:
+def _add_means(
+    rows: Rows, name: str, series: Series | None, chosen: np.ndarray | slice = slice(None), is_share: bool = False
+) -> None:
     """The mean over the chosen examples, and over layers; nothing if there is no such example, or no series."""
-    if series is None:
+    if series is None or len(series.joined().examples[chosen]) == 0:
         return
     examples, numerator, denominator, _ = (column[chosen] for column in series.joined())
-    if len(examples) == 0:
-        return
-    is_share = shown_as(name)[1] == "percent"
     layers, overall = bootstrap_ratio(numerator, denominator, resampling_counts(len(examples)), is_share)
     rows.add(name, *overall)
     if series.is_per_layer:

@@ -38,8 +38,7 @@ LINES = ("-", "--", "-.", ":")
 COLOURS = ("#1b3a57", "#b5502a", "#4f7942", "#7b5ea7", "#8c6d1f", "#5a5a5a", "#2a8c8c", "#a03060")
 PANEL = (3.0, 2.5)
 PER_ROW = 3
-LEGEND_ENTRY = 2.5
-"""Inches that an entry of the legend takes."""
+LEGEND_ENTRY = 2.5  # inches
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Drawing:
         figure = self.figure
         with mpl.rc_context(STYLE):
             figure.set_dpi(options.get("dpi", figure.get_dpi()))
-            layout = figure.get_layout_engine()
-            if layout is not None:  # savefig would draw everything twice to lay it out
+            if layout := figure.get_layout_engine():  # savefig would draw everything twice to lay it out
                 layout.execute(figure)
                 figure.set_layout_engine("none")
             figure.savefig(target, **options)

@@ -61,11 +61,10 @@ def _weights(chosen: Tensor, icl: Observation, ft: Observation, training: Traini
     sides = {"icl": (seen.icl_examples, seen.icl_tokens), "ft": (seen.ft_examples, seen.ft_tokens)}
     found: list[dict[str, Any]] = [{} for _ in chosen]
     for side, (demonstrations, tokens) in sides.items():
-        top = tokens.double().nan_to_num().sort(dim=-1, descending=True, stable=True)
-        heaviest = torch.stack([top.indices, _thousandths(top.values)], dim=-1)[:, :, :TOP_TOKENS]  # (n, L, top, 2)
-        for number, example in enumerate(found):
-            shares = _thousandths(demonstrations[number]).tolist()
-            example[side] = {"demonstrations": shares, "tokens": heaviest[number].tolist()}
+        values, places = tokens.double().nan_to_num().sort(dim=-1, descending=True, stable=True)
+        heaviest = torch.stack([places, _thousandths(values)], dim=-1)[:, :, :TOP_TOKENS]  # (n, L, top, 2)
+        for example, shares, top in zip(found, _thousandths(demonstrations).tolist(), heaviest.tolist(), strict=True):
+            example[side] = {"demonstrations": shares, "tokens": top}
     return found
 
 

@@ -88,14 +88,6 @@ DemonstrationPromptingConfig = make_dataclass(
 )
 
 
-def files_of(cfg: Any) -> ModelFiles:
-    """The files of the model that the task's configuration names."""
-    if cfg.base_model is None:
-        raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
-    named = {flag: cfg[flag] or None for files in TOKENIZER_FILES.values() for flag in files}
-    return find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
-
-
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)
 class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
@@ -117,7 +109,10 @@ class DemonstrationPromptingTask(FairseqTask):
         if "prompts" not in given:
             find_spec(cfg.dataset, cfg.data)  # an unknown dataset is told before minutes of loading
         if "files" not in given:
-            given["files"] = files_of(cfg)
+            if cfg.base_model is None:
+                raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
+            named = {flag: cfg[flag] or None for files in TOKENIZER_FILES.values() for flag in files}
+            given["files"] = find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
         if "settings" not in given:  # criterions add theirs
             names = [name for name, known in SETTINGS.items() if known.is_flag_of(FLAG_OF_TASK)]
             flags = {name: str(cfg[name]) if SETTINGS[name].choices and cfg[name] else cfg[name] for name in names}

@@ -38,12 +38,12 @@ class FinetuningDataset(_OfKnownLengths):
         super().__init__()
         self.pad = pad
         self.items: list[tuple[int, tuple[int, ...], tuple[bool, ...]]] = []
-        for row, tokens, scored in ((one.row, one.tokens, one.scored) for one in sequences):
+        for one in sequences:
             if step_per == "demonstration":
-                self.items.append((row, tokens, scored))
+                self.items.append((one.row, one.tokens, one.scored))
             else:  # one prefix for each scored token
-                ends = [end for end, is_scored in enumerate(scored) if is_scored]
-                self.items += [(row, tokens[: end + 1], (False,) * end + (True,)) for end in ends]
+                ends = [end for end, is_scored in enumerate(one.scored) if is_scored]
+                self.items += [(one.row, one.tokens[: end + 1], (False,) * end + (True,)) for end in ends]
         self.lengths = np.array([len(tokens) for _, tokens, _ in self.items], dtype=np.int64)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -51,8 +51,7 @@ class FinetuningDataset(_OfKnownLengths):
         return language_model_item(index, tokens, scored, self.pad) | {"row": row}
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(items, self.pad)
-        return batch | {"rows": [item["row"] for item in items]} if batch else batch
+        return collate(items, self.pad, rows="row")
 
     def ordered_indices(self) -> np.ndarray:
         return np.arange(len(self))
@@ -76,19 +75,13 @@ class QueryDataset(_OfKnownLengths):
         return language_model_item(index, tokens, scored, self.pad) | {"query": query}
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(items, self.pad)
-        own = {"queries": [item["query"] for item in items], "positions_in_set": [item["id"] for item in items]}
-        return batch | own if batch else batch
+        return collate(items, self.pad, queries="query", positions_in_set="id")
 
     def ordered_indices(self) -> np.ndarray:
         return np.argsort(self.lengths, kind="stable")
 
     def batch_by_size(
-        self,
-        indices: np.ndarray,
-        max_tokens: int | None = None,
-        max_sentences: int | None = None,
-        required_batch_size_multiple: int = 1,
+        self, indices: np.ndarray, max_tokens: int | None = None, max_sentences: int | None = None, **_: Any
     ) -> list[list[int]]:
         """The package's batches: a number is the same whether fairseq asks for it or somebody else."""
         chosen = [int(index) for index in indices]
@@ -107,10 +100,13 @@ def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool
     return {"id": index, "source": sequence, "target": target}
 
 
-def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
+def collate(items: list[dict[str, Any]], pad: int, **lists: str) -> dict[str, Any]:
     """fairseq's batch of language-model items, (batch, tokens) each; `ntokens` are the scored ones.
 
-    An empty list (a short shard) gives an empty batch.
+    `lists`: name -> what of the items the batch lists under it. No items (a short shard) give an empty batch.
     """
     batch = monolingual_dataset.collate(items, pad, eos_idx=None)
-    return batch | {"ntokens": int(batch["target"].ne(pad).sum())} if batch else {}
+    if not batch:
+        return {}
+    batch["ntokens"] = int(batch["target"].ne(pad).sum())
+    return batch | {name: [item[key] for item in items] for name, key in lists.items()}

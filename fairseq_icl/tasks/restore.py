@@ -1,5 +1,6 @@
 """From a checkpoint and the flags of a command line to the task and the model that score it."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.criterions.icl_similarity import read_finetuned
 from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models.checkpoints import BASE_REFERENCE
+from fairseq_icl.models.files import TOKENIZER_FILES
 from fairseq_icl.models.pretrained_lm import PretrainedLMConfig
 from fairseq_icl.settings import SETTINGS, check_reading
 from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConfig
 
-TAKEN: tuple[str, ...] = ("_name", "reading", "data", "dataset", "linearize", "dict", "bpe")
-TAKEN += ("gpt2_encoder_json", "gpt2_vocab_bpe", "sentencepiece_model")
+TAKEN = ("_name", "reading", "data", "dataset", "linearize", "dict", "bpe", *chain(*TOKENIZER_FILES.values()))
 """Options besides the settings that scoring takes from a fine-tuned checkpoint where no flag says otherwise."""
 MAX_TEXT = 5000
 
@@ -34,7 +35,7 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
     saved = saved_settings(state["cfg"], path) if state else {}
     task_options = _options(DemonstrationPromptingConfig, saved.get("task", {}), flags)
     if not flags.get("base_model"):
-        task_options["base_model"] = find_base(state["task_state"][BASE_REFERENCE], path) if state else path
+        task_options["base_model"] = _find_base(state, path) if state else path
     if isinstance(task_options.get("seed"), str | None):  # the interpolation of the default
         task_options["seed"] = int(flags.get("seed") or 1)
     if state and len(state["model"]) == 0:
@@ -105,15 +106,13 @@ def _check_queries(recorded: Any, model: Any, path: str) -> None:
             )
 
 
-def find_base(reference: dict[str, str], path: str) -> str:
+def _find_base(state: dict[str, Any], path: str) -> str:
     """The base checkpoint a fine-tuned one names: where it was, or beside the fine-tuned one."""
-    named = Path(reference["path"])
-    for candidate in (named, Path(path).parent / named.name):
+    named = state["task_state"][BASE_REFERENCE]["path"]
+    for candidate in (Path(named), Path(path).parent / Path(named).name):
         if candidate.exists():
             return str(candidate)
-    raise UserError(
-        f"{path}: fine-tuned from {reference['path']}, which is not there any more; say where it is with --base-model"
-    )
+    raise UserError(f"{path}: fine-tuned from {named}, which is not there any more; say where it is with --base-model")
 
 
 def _options(dataclass: Any, saved: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

@@ -74,8 +74,7 @@ def test_nothing_in_common_is_an_error():
 
 
 def test_k_is_clipped_to_what_exists():
-    tokens = aligned([7, 8, 9])
-    assert (tokens.used_top_tokens, tokens.used_top_examples) == (6, 3)
+    assert aligned([7, 8, 9]).used_tops == (6, 3)
     attention = attention_of(random_observation(0), random_observation(1))
     assert (ta.recall(attention) == 1).all()
 
