@@ -36,36 +36,31 @@ NAME = "icl_similarity"
 TEXT = Optional[str]
 ORDER = ("accuracy", "rec2ftp", "rpa", "sim_aou", "sim_am", "alpha", "sim_", "recall", "kendall")
 """Order of the summary: that of the papers."""
-
-
-ICLSimilarityConfig: Any = dataclasses.make_dataclass(
-    "ICLSimilarityConfig",
-    [
-        *flags_of(NAME),
-        flag(
-            "metrics",
-            TEXT,
-            None,
-            "comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)",
-        ),
-        flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
-        flag(
-            "save_activations",
-            TEXT,
-            None,
-            "write the observed activations to FILE.safetensors, in half precision as the authors did",
-        ),
-        flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
-        flag(
-            "other_finetuned",
-            TEXT,
-            None,
-            "a second fine-tuned checkpoint of the same base: adds alpha, the SimAM-delta between the two",
-        ),
-        ("path", TEXT, dataclasses.field(default=None)),  # fairseq's own flag: the checkpoint that is scored
-    ],
-    bases=(FairseqDataclass,),
-)
+FLAGS = [
+    *flags_of(NAME),
+    flag(
+        "metrics",
+        TEXT,
+        None,
+        "comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)",
+    ),
+    flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
+    flag(
+        "save_activations",
+        TEXT,
+        None,
+        "write the observed activations to FILE.safetensors, in half precision as the authors did",
+    ),
+    flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
+    flag(
+        "other_finetuned",
+        TEXT,
+        None,
+        "a second fine-tuned checkpoint of the same base: adds alpha, the SimAM-delta between the two",
+    ),
+    ("path", TEXT, dataclasses.field(default=None)),  # fairseq's own flag: the checkpoint that is scored
+]
+ICLSimilarityConfig: Any = dataclasses.make_dataclass("ICLSimilarityConfig", FLAGS, bases=(FairseqDataclass,))
 
 
 @register_criterion(NAME, dataclass=ICLSimilarityConfig)
@@ -120,8 +115,7 @@ class ICLSimilarity(FairseqCriterion):
         if self.cfg.save_activations:
             self._keep(example, {name: part for name, part in seen.items() if name != "other_ft"})
         answered = seen.get("ft", seen["zsl"])
-        loss = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum()
-        size = len(queries)
+        loss, size = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum(), len(queries)
         log = {"loss": loss.item(), "ntokens": sample["ntokens"], "nsentences": size, "sample_size": size}
         return loss, size, log
 
@@ -129,15 +123,13 @@ class ICLSimilarity(FairseqCriterion):
         """One for each condition, by name; `other_ft` for a second fine-tuned model."""
         prompts = dataclasses.replace(self.task.prompts, settings=self.settings)
         base = Model(model, self.task.files, *facts_of(self.settings), weights=model.base_state or None)
+        saves = self.cfg.save_activations is not None
         # The context's scores are needed for attention to training tokens, and by those who want everything.
-        wants_context = self.tokens is not None or self.cfg.save_activations is not None
-        observers = {
-            "zsl": Observer(base, prompts, context_row=self.cfg.save_activations is not None),
-            "icl": Observer(base, prompts, in_context=True, context_row=wants_context),
-        }
+        icl = Observer(base, prompts, in_context=True, context_row=saves or self.tokens is not None)
+        observers = {"zsl": Observer(base, prompts, context_row=saves), "icl": icl}
         if model.is_trained:
             tuned = base.under(None, method_of(self.cfg.path))
-            observers["ft"] = Observer(tuned, prompts, context_row=self.cfg.save_activations is not None)
+            observers["ft"] = Observer(tuned, prompts, context_row=saves)
             if self.other is not None:
                 check_same_names(self.other, model)
                 like = next(model.parameters())
@@ -174,9 +166,8 @@ class ICLSimilarity(FairseqCriterion):
             for seen, *kept in parts[:rank] + parts[rank + 1 :]:
                 self.collector.merge(seen)
                 self._keep(*kept)
-        settings, method = self.settings, method_of(self.cfg.path)
-        spec = self.task.prompts.spec
-        table = self.collector.table(spec.name, settings.seed, settings.permutation, method, settings.init)
+        settings, method, name = self.settings, method_of(self.cfg.path), self.task.prompts.spec.name
+        table = self.collector.table(name, settings.seed, settings.permutation, method, settings.init)
         overall = means(table)
         for row in overall.itertuples():
             if row.value or not row.metric.startswith("zero_updates_"):
@@ -185,9 +176,8 @@ class ICLSimilarity(FairseqCriterion):
             if self.cfg.results:
                 write_results(self.cfg.results, table, self._provenance(method))
             if self.cfg.save_activations:
-                example, observations = self._kept_in_order()
-                precision = str(self.cfg.activation_precision)
-                save_observations(self.cfg.save_activations, observations, example, precision)
+                example, seen = self._kept_in_order()
+                save_observations(self.cfg.save_activations, seen, example, str(self.cfg.activation_precision))
             print(summary(overall), flush=True)
         self._start()
 

@@ -20,16 +20,16 @@ from fairseq_icl.training.match_icl import Targets, icl_targets, matching_losses
 
 NAME = "layer_causal_ce"
 CUT = "short_circuit_ce"
-LayerCausalCrossEntropyConfig = make_dataclass(
-    "LayerCausalCrossEntropyConfig",
-    [
-        *flags_of(NAME),
-        flag("sequential", bool, False, "every layer takes its step before the next one sees its input"),
-        ("sentence_avg", bool, field(default=II("optimization.sentence_avg"))),
-        ("clip_norm", float, field(default=II("optimization.clip_norm"))),
-    ],
-    bases=(FairseqDataclass,),
-)
+SENTENCE_AVG = ("sentence_avg", bool, field(default=II("optimization.sentence_avg")))
+FLAGS = [
+    *flags_of(NAME),
+    flag("sequential", bool, False, "every layer takes its step before the next one sees its input"),
+    SENTENCE_AVG,
+    ("clip_norm", float, field(default=II("optimization.clip_norm"))),
+]
+LayerCausalCrossEntropyConfig = make_dataclass("LayerCausalCrossEntropyConfig", FLAGS, bases=(FairseqDataclass,))
+CUT_FLAGS = [*flags_of(CUT), SENTENCE_AVG]
+ShortCircuitCrossEntropyConfig = make_dataclass("ShortCircuitCrossEntropyConfig", CUT_FLAGS, bases=(FairseqDataclass,))
 
 
 @register_criterion(NAME, dataclass=LayerCausalCrossEntropyConfig)
@@ -98,13 +98,6 @@ class LayerCausalCrossEntropy(FairseqCriterion):
         metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
 
     logging_outputs_can_be_summed = staticmethod(lambda: True)  # every logged value is a sum over tokens
-
-
-ShortCircuitCrossEntropyConfig = make_dataclass(
-    "ShortCircuitCrossEntropyConfig",
-    [*flags_of(CUT), ("sentence_avg", bool, field(default=II("optimization.sentence_avg")))],
-    bases=(FairseqDataclass,),
-)
 
 
 @register_criterion(CUT, dataclass=ShortCircuitCrossEntropyConfig)

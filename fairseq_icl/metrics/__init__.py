@@ -24,8 +24,7 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 
-CONDITIONS = ("zsl", "icl", "ft")
-"""Zero-shot, in context, fine-tuned: what a model is observed in."""
+CONDITIONS = ("zsl", "icl", "ft")  # zero-shot, in context, fine-tuned: what a model is observed in
 if TYPE_CHECKING:
     from fairseq_icl.observing.observation import Observation
 else:
@@ -36,9 +35,8 @@ EXTRAS = ("example", "attention", "other_ft", "weights")
 class Similarity(NamedTuple):
     """Mean cosines, and how many of the cosines behind each have no meaning: of a zero vector, or of rounding.
 
-    A cosine says nothing of lengths. Where the two vectors are things that were measured (the updates of ICL and FT,
-    not a random direction), their `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in
-    units of the first's.
+    Where the two vectors are things that were measured (the updates of ICL and FT, not a random direction), their
+    `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in units of the first's.
     """
 
     value: Tensor  # (n,), (n, layers) or (n, layers, heads)
@@ -137,9 +135,10 @@ def metric(
         if name in BY_READING:
             meant = ", ".join(name + ending for ending in BY_READING[name][1].values())
             raise ValueError(f"metric {name}: this name stands for {meant}")
-        known = _metrics.get(name)
-        if known is not None and _origin(known.compute) != _origin(compute):
-            raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
+        before = _metrics[name].compute if name in _metrics else compute
+        origins = [f"{function.__module__}.{function.__qualname__}" for function in (before, compute)]
+        if origins[0] != origins[1]:
+            raise ValueError(f"metric {name} is registered twice: {' and '.join(origins)}")
         called = update_wrapper(partial(compute, **given), compute) if given else compute
         _metrics[name] = Metric(name, called, conditions, needs, reads, title, unit)
         return compute
@@ -161,16 +160,10 @@ def metric_of_each(
     return register
 
 
-BY_READING: dict[str, tuple[str, dict[str, str]]] = {
-    **dict.fromkeys(
-        ("sim_aou_random", "sim_aou_norm_random"),
-        ("random_update", {"uniform": "_uniform", "gaussian": "_gaussian"}),
-    ),
-    **dict.fromkeys(
-        ("sim_am_before", "sim_am_after", "sim_am_delta", "alpha"),
-        ("attention_similarity", {"scores": "_scores", "probabilities": "_softmax"}),
-    ),
-}
+BY_RANDOM_UPDATE = "random_update", {"uniform": "_uniform", "gaussian": "_gaussian"}
+BY_ATTENTION = "attention_similarity", {"scores": "_scores", "probabilities": "_softmax"}
+BY_READING = dict.fromkeys(("sim_aou_random", "sim_aou_norm_random"), BY_RANDOM_UPDATE)
+BY_READING |= dict.fromkeys(("sim_am_before", "sim_am_after", "sim_am_delta", "alpha"), BY_ATTENTION)
 """Names that mean one of several metrics: the setting that decides, and the ending for each value."""
 
 
@@ -205,10 +198,6 @@ def shown_as(name: str) -> tuple[str, str, float]:
     except UserError:  # of a package that is not installed
         return name, "", 1.0
     return known.title or name, known.unit, 100.0 if known.unit == "percent" else 1.0
-
-
-def _origin(compute: Callable[..., Outcome]) -> str:
-    return f"{compute.__module__}.{compute.__qualname__}"
 
 
 @cache

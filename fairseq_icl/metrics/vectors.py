@@ -37,12 +37,9 @@ CELLS = 2**16
 FAR = 2.6
 """The normal quantile is taken as straight in each of so many cells of [0, 1], which is right to 1e-6 up to here; for
 one number in a hundred, beyond, it is computed."""
-CACHED = 2**16
-"""Numbers of one tensor that metrics take at a time: what fits into a processor's cache."""
-STEP = 32
-"""Numbers that BLAS multiplies and adds in one turn: zeros in front, as many as fill whole turns, change no bit."""
-STRETCH = 1024
-"""Numbers whose squares are added up together in fp32."""
+CACHED = 2**16  # numbers of one tensor that metrics take at a time: what fits into a processor's cache
+STEP = 32  # numbers that BLAS multiplies and adds in one turn: zeros in front that fill whole turns change no bit
+STRETCH = 1024  # numbers whose squares are added up together in fp32
 
 
 def dots(*pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

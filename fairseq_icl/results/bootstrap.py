@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES = 1000
-AT_ONCE = 100
-"""Resamples that are in memory as float64 together: all of them would take 8 kB an example."""
+AT_ONCE = 100  # resamples in memory as float64 together: all of them would take 8 kB an example
 CONFIDENCE, NORMAL = 0.95, 1.96
 
 

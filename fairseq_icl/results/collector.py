@@ -35,8 +35,7 @@ from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-COMPARED = 50
-"""Examples that metrics see at once: so their memory does not grow with the validation set."""
+COMPARED = 50  # examples that metrics see at once: so their memory does not grow with the validation set
 
 
 def compare(
@@ -107,8 +106,7 @@ def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> Trainin
         return None
 
 
-Seen = dict[str, dict[str, "Series"]]
-"""The values collected so far, by group and name. Small, and can be sent between processes."""
+Seen = dict[str, dict[str, "Series"]]  # values so far by group and name: small, and can be sent between processes
 
 
 class Joined(NamedTuple):
@@ -129,8 +127,7 @@ class Series:
     """
 
     parts: list[Joined] = field(default_factory=list)
-    kind: type = Tensor
-    """Of the metric's outcomes: a tensor, Similarity, Ratio, Ranking or Calibration."""
+    kind: type = Tensor  # of the metric's outcomes: a tensor, Similarity, Ratio, Ranking or Calibration
     is_per_layer: bool = False
 
     def append(self, example: Tensor, outcome: Outcome) -> None:

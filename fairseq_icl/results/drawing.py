@@ -21,17 +21,10 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.metrics import shown_as
 from fairseq_icl.settings import nearest
 
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "fairseq-icl",  # the same figure has the same bytes
-    "figure.constrained_layout.use": True,
-    "text.parse_math": False,  # names are names: $ is a letter in them
-    "axes.formatter.use_mathtext": False,
-}
+STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.use_mathtext": False}
+STYLE["svg.hashsalt"] = "fairseq-icl"  # the same figure has the same bytes
+STYLE["text.parse_math"] = False  # names are names: $ is a letter in them
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
 # Dark to light, told apart by any eye and in print.

@@ -46,7 +46,6 @@ GRADIENT_COLUMNS = (*FIRST_COLUMNS, "update", "weight", "whole_layer")
 READ_COLUMNS = (GRADIENT_COLUMNS, FIRST_COLUMNS, (*FIRST_COLUMNS, "update", "weight"))
 """Those of a record, and of records made before steps, and before whole layers, were looked at."""
 GRADIENT_METADATA = b"fairseq_icl_gradients"
-SAMPLED_VALUES = 16
 ROWS_WRITTEN_EVERY_STEP = 50_000
 
 
@@ -63,7 +62,7 @@ def trained_parameters(decoder: Any) -> "list[tuple[int, str, nn.Parameter]]":
 def describe(decoder: Any) -> dict[str, Any]:
     """What tells models apart: the number of layers, and of every frozen weight its shape and first values."""
     frozen = {
-        name: [list(parameter.shape), parameter.detach().flatten()[:SAMPLED_VALUES].half().tolist()]
+        name: [list(parameter.shape), parameter.detach().flatten()[:16].half().tolist()]
         for name, parameter in decoder.named_parameters()
         if not parameter.requires_grad
     }
@@ -74,14 +73,11 @@ def describe(decoder: Any) -> dict[str, Any]:
 def checked_record(path: str, decoder: Any) -> pd.DataFrame:
     """The record in a file, which must have been made with this model."""
     table, model = read_gradient_record(path)
-    this_model = describe(decoder)
-    if model.get("layers") != this_model["layers"]:
-        raise UserError(
-            f"{path}: recorded with a model of {model.get('layers')} layers, this one has {this_model['layers']}"
-        )
-    recorded = model.get("frozen", {})
-    for name in sorted(set(recorded) & set(this_model["frozen"])):
-        if recorded[name] != this_model["frozen"][name]:
+    layers, frozen = describe(decoder).values()
+    if model.get("layers") != layers:
+        raise UserError(f"{path}: recorded with a model of {model.get('layers')} layers, this one has {layers}")
+    for name, values in sorted(model.get("frozen", {}).items()):
+        if values != frozen.get(name, values):
             raise UserError(f"{path}: recorded with another model ({name} differs); record again with this one")
     return table
 
@@ -97,8 +93,7 @@ class Update:
     sample_size: int
     updates: Sequence[float] = ()
     weights: Sequence[float] = ()
-    whole_layers: Sequence[float] | None = None
-    """One a layer, if they were looked at."""
+    whole_layers: Sequence[float] | None = None  # one a layer, if they were looked at
 
 
 class GradientRecorder:
@@ -109,7 +104,7 @@ class GradientRecorder:
         parameters = trained_parameters(decoder)
         self.layers = [layer for layer, _, _ in parameters]
         self.parameters = [name for _, name, _ in parameters]
-        self._updates: list[tuple[Sequence[Any], ...]] = []  # the columns of each one's rows
+        self._updates: list[tuple[Sequence[Any], ...]] = []  # GRADIENT_COLUMNS of each one's rows
         self._written = 0
         if path is not None:  # also at the end of a process of torch.multiprocessing, where atexit does nothing
             Finalize(self, self.flush, exitpriority=1)

@@ -26,26 +26,14 @@ from fairseq_icl import __version__
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of, sha256_of, write_atomically
 
-COLUMNS: dict[str, str] = {
-    "dataset": "str",
-    "seed": "int64",
-    "permutation": "int64",
-    "method": "str",
-    "init": "str",
-    "metric": "str",
-    "layer": "Int64",
-    "example": "Int64",
-    "value": "float64",
-    "low": "Float64",
-    "high": "Float64",
-}
+COLUMNS = {"dataset": "str", "seed": "int64", "permutation": "int64", "method": "str", "init": "str", "metric": "str"}
+COLUMNS |= {"layer": "Int64", "example": "Int64", "value": "float64", "low": "Float64", "high": "Float64"}
 """Columns of the table and their pandas types; those with a capital letter may be missing."""
 
 METADATA_KEY = b"fairseq_icl"
 CURVE_COLUMNS = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
 """Columns of the curves over the demonstrations and their types; training/dynamics.py makes them."""
-LENGTH_RATIO = "length_ratio_"
-"""Beginning of the name of what stands beside a cosine: how long its second vector is in units of the first."""
+LENGTH_RATIO = "length_ratio_"  # NAME: beside a cosine, how long its second vector is in units of the first
 CSV_COMMENT = "# fairseq_icl "
 
 
@@ -184,17 +172,14 @@ def provenance(
 
 
 def _git_state(package: Path) -> dict[str, Any] | None:
-    """Commit of the package's repository and whether the package was changed since; None if it is not in one.
-
-    A package installed into someone else's repository (a .venv in it) is not tracked there: that commit is not ours.
-    """
+    """Commit of the package's repository and whether the package was changed since; None if none tracks the package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")
+        git("ls-files", "--error-unmatch", "__init__.py")  # the repository may be that of who installed it in a .venv
         return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -38,54 +38,51 @@ from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softm
 logger = logging.getLogger(__name__)
 
 TEXT = Optional[str]  # noqa: UP045 - what fairseq's parser knows
-DemonstrationPromptingConfig = make_dataclass(
-    "DemonstrationPromptingConfig",
-    [
-        flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
-        flag(
-            "dataset",
-            str,
-            MISSING,
-            "dataset of the catalogue (fairseq-icl datasets), NAME of DATA/NAME.yaml, or path of a YAML",
-        ),
-        ("seed", int, field(default=II("common.seed"))),
-        flag(
-            "base_model",
-            TEXT,
-            None,
-            "checkpoint of the pretrained model with dict.txt beside it, or a Hugging Face folder (default in "
-            "fairseq-validate: the one that the fine-tuned checkpoint names)",
-            argparse_alias="--pretrained",
-        ),
-        flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
-        # fairseq's own flags; those of files do not admit None in its configuration: hence "".
-        ("bpe", TEXT, field(default=None)),
-        flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
-        flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
-        flag(
-            "sentencepiece_model",
-            str,
-            "",
-            "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)",
-        ),
-        flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
-        flag(
-            "reading",
-            ChoiceEnum(list(READINGS)),
-            READINGS[0],
-            "which reading of the protocol sets the flags that differ between the authors' code and the paper",
-        ),
-        *flags_of(FLAG_OF_TASK),
-        flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
-        flag(
-            "record_queries",
-            bool,
-            False,
-            "keep the query vectors of the demonstrations in the checkpoint (for attention to training tokens)",
-        ),
-    ],
-    bases=(FairseqDataclass,),
-)
+FLAGS = [
+    flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
+    flag(
+        "dataset",
+        str,
+        MISSING,
+        "dataset of the catalogue (fairseq-icl datasets), NAME of DATA/NAME.yaml, or path of a YAML",
+    ),
+    ("seed", int, field(default=II("common.seed"))),
+    flag(
+        "base_model",
+        TEXT,
+        None,
+        "checkpoint of the pretrained model with dict.txt beside it, or a Hugging Face folder (default in "
+        "fairseq-validate: the one that the fine-tuned checkpoint names)",
+        argparse_alias="--pretrained",
+    ),
+    flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
+    # fairseq's own flags; those of files do not admit None in its configuration: hence "".
+    ("bpe", TEXT, field(default=None)),
+    flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
+    flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
+    flag(
+        "sentencepiece_model",
+        str,
+        "",
+        "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)",
+    ),
+    flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
+    flag(
+        "reading",
+        ChoiceEnum(list(READINGS)),
+        READINGS[0],
+        "which reading of the protocol sets the flags that differ between the authors' code and the paper",
+    ),
+    *flags_of(FLAG_OF_TASK),
+    flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
+    flag(
+        "record_queries",
+        bool,
+        False,
+        "keep the query vectors of the demonstrations in the checkpoint (for attention to training tokens)",
+    ),
+]
+DemonstrationPromptingConfig = make_dataclass("DemonstrationPromptingConfig", FLAGS, bases=(FairseqDataclass,))
 
 
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)

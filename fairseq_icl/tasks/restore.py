@@ -22,7 +22,6 @@ from fairseq_icl.tasks.demonstration_prompting import DemonstrationPromptingConf
 
 TAKEN = ("_name", "reading", "data", "dataset", "linearize", "dict", "bpe", *chain(*TOKENIZER_FILES.values()))
 """Options besides the settings that scoring takes from a fine-tuned checkpoint where no flag says otherwise."""
-MAX_TEXT = 5000
 
 
 def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], DictConfig, FairseqTask]:
@@ -40,13 +39,9 @@ def restore(path: str, flags: dict[str, Any]) -> tuple[list[BaseFairseqModel], D
         task_options["seed"] = int(flags.get("seed") or 1)
     if state and len(state["model"]) == 0:
         raise UserError(f"{path}: a fine-tuned checkpoint without weights; train again")
-    cfg = OmegaConf.create(
-        {
-            "task": {"_name": TASK, **task_options},
-            "model": {"_name": "pretrained_lm", **_options(PretrainedLMConfig, {}, {})},
-            "criterion": _criterion(saved.get("criterion", {}), flags),
-        }
-    )
+    model_options = {"_name": "pretrained_lm", **_options(PretrainedLMConfig, {}, {})}
+    criterion = _criterion(saved.get("criterion", {}), flags)
+    cfg = OmegaConf.create({"task": {"_name": TASK, **task_options}, "model": model_options, "criterion": criterion})
     task = tasks.setup_task(cfg.task)
     if not state:
         return [task.build_model(cfg.model)], cfg, task
@@ -79,7 +74,7 @@ def saved_settings(cfg: dict[str, Any], path: str) -> dict[str, dict[str, Any]]:
 
 def _check_plain(value: Any, name: str, path: str) -> None:
     """Refuse what is no number or plain text, or not what the setting may be."""
-    if not isinstance(value, str | int | float) or len(str(value)) > MAX_TEXT:
+    if not isinstance(value, str | int | float) or len(str(value)) > 5000:
         raise UserError(f"{path}: its option {name} is a {type(value).__name__}: it was altered; train again")
     if isinstance(value, str) and ("${" in value or value == MISSING or (value and not value.isprintable())):
         raise UserError(f"{path}: its option {name} is {value[:80]!r}: only plain texts are taken from a checkpoint")
@@ -95,15 +90,13 @@ def _check_queries(recorded: Any, model: Any, path: str) -> None:
     if not isinstance(recorded, dict):
         raise UserError(f"{path}: its training queries are no mapping: it was altered; train again")
     attention = model.decoder.layers[0].self_attn
-    sizes = (len(model.decoder.layers), attention.num_heads * attention.head_dim)  # not always the model's width
+    layers, width = len(model.decoder.layers), attention.num_heads * attention.head_dim  # not always the model's width
     for row, vectors in recorded.items():
         right = isinstance(vectors, Tensor) and vectors.dim() == 3 and vectors.is_floating_point()
         if isinstance(row, bool) or not isinstance(row, int) or row < 0 or not right or not vectors.isfinite().all():
             raise UserError(f"{path}: its training queries of row {str(row)[:20]} are damaged or altered; train again")
-        if (vectors.shape[0], vectors.shape[2]) != sizes:
-            raise UserError(
-                f"{path}: its training queries are not of {sizes[0]} layers of width {sizes[1]}; train again"
-            )
+        if (vectors.size(0), vectors.size(2)) != (layers, width):
+            raise UserError(f"{path}: its training queries are not of {layers} layers of width {width}; train again")
 
 
 def _find_base(state: dict[str, Any], path: str) -> str:
