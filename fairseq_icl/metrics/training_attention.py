@@ -26,6 +26,7 @@ from fairseq_icl.metrics.vectors import remembered, uniform
 
 ROWS = 50  # examples in a matrix product, always: filled up, it gives each the same bits in any company
 BLOCK = 8  # numbers that `_inversions` compares pair by pair
+PAIRS = 2**26  # that a GPU compares at once
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,10 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     (..., T), (..., T) -> (...). Defined as 0, and counted, where all of a or all of b is tied.
 
     Sorted by a, and by b where a is tied, the discordant pairs are the inversions of b (Knight 1966); all other
-    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's.
+    numbers follow from counting ties. In numpy, whose sorting is ten times as fast as torch's; GPUs compare all pairs.
     """
+    if a.is_cuda:
+        return _kendall_by_pairs(a, b)
     shape, size = a.shape[:-1], a.shape[-1]
     (rank_a, tied_a), (rank_b, tied_b) = _ranked(a), _ranked(b)
     bits = size.bit_length()
@@ -191,16 +194,30 @@ def kendall(a: Tensor, b: Tensor) -> Similarity:
     pairs = size * (size - 1) / 2
     untied_a, untied_b = pairs - tied_a, pairs - tied_b
     comparable = untied_a + untied_b - pairs + _tied_pairs(both)  # tied in neither
+    return _tau(comparable - 2 * discordant, untied_a, untied_b, shape)
+
+
+def _tau(agreement: Tensor, untied_a: Tensor, untied_b: Tensor, shape: Sequence[int]) -> Similarity:
     norm = torch.sqrt(untied_a * untied_b)
     all_tied = norm == 0
-    value = (comparable - 2 * discordant) / torch.where(all_tied, 1.0, norm)
+    value = agreement / torch.where(all_tied, 1.0, norm)
     return Similarity(value.reshape(shape), all_tied.long().reshape(shape))
+
+
+def _kendall_by_pairs(a: Tensor, b: Tensor) -> Similarity:
+    """The same by its definition, T^2 signs a row."""
+    sums = []
+    some = max(1, PAIRS // a.size(-1) ** 2)
+    for part in zip(a.flatten(0, -2).split(some), b.flatten(0, -2).split(some), strict=True):
+        in_a, in_b = ((rows[:, :, None] - rows[:, None, :]).sign().flatten(1).float() for rows in part)  # (rows, T * T)
+        sums.append(torch.stack([signs.double().sum(-1) / 2 for signs in (in_a * in_b, in_a.abs(), in_b.abs())]))
+    return _tau(*torch.cat(sums, dim=1), a.shape[:-1])
 
 
 @remembered(3)
 def _ranked(weights: Tensor) -> tuple[np.ndarray, Tensor]:
     """Ranks (rows, T), equal for equal values and without gaps, and how many pairs are tied, (rows,)"""
-    values = weights.reshape(-1, weights.size(-1)).cpu().numpy()
+    values = weights.reshape(-1, weights.size(-1)).numpy()
     order = values.argsort(axis=-1)
     ordered = np.take_along_axis(values, order, -1)
     steps = np.zeros(values.shape, dtype=np.int32 if values.shape[-1] < 2**15 else np.int64)

@@ -11,8 +11,8 @@ So are all values: an example's is the same to the last bit whatever examples st
 depend on other rows, but on the row's width; where that is the longest example's, `log_shares` adds from left to right,
 and rows are filled up to whole `STEP`s elsewhere.
 
-Everything runs on the device of its tensors, but for the draws, which numpy makes several times as fast as torch. On a
-CPU numpy's products of rows are made by BLAS in one pass.
+Everything here runs on the device of its tensors. On a CPU numpy takes part: its products of rows are made by BLAS in
+one pass, and its draws are several times as fast as torch's.
 """
 
 import math
@@ -159,17 +159,23 @@ def mean_over_heads(similarity: Similarity) -> Similarity:
 
 def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64."""
-    return torch.from_numpy(_shares(_bits(tuple(example.tolist()), shape, stream))).to(example.device)
+    if example.is_cuda:
+        return _drawn_by_torch(example, shape, stream)
+    return torch.from_numpy(_shares(_bits(tuple(example.tolist()), shape, stream)))
 
 
 def uniform_float32(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """The same, rounded to float32 (and so at most 1)."""
+    if example.is_cuda:
+        return uniform(example, shape, stream).float()
     halves = _bits(tuple(example.tolist()), shape, stream).view(np.uint32)[..., 1::2]
-    return torch.from_numpy(halves.astype(np.float32)).mul_(2.0**-32).to(example.device)
+    return torch.from_numpy(halves.astype(np.float32)).mul_(2.0**-32)
 
 
 def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """Independent standard normal numbers: (n,) example positions -> (n, *shape) float32, quantiles of uniform ones."""
+    if example.is_cuda:
+        return _quantile(_drawn_by_torch(example, shape, stream)).float()
     bits = _bits(tuple(example.tolist()), shape, stream).reshape(-1)
     cell, within = (bits >> np.uint64(48)).view(np.int64), bits.view(np.uint16)[2::4]  # the first 16 bits, the next 16
     starts, slopes = _quantile_cells()
@@ -177,9 +183,13 @@ def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     numbers *= within
     numbers += starts.take(cell)
     tails = np.flatnonzero(np.abs(numbers) > FAR)
-    shares = torch.from_numpy(_shares(bits[tails])).clamp_min(2.0**-54)  # the quantile of 0 would be -inf
-    numbers[tails] = torch.special.ndtri(shares).numpy()
-    return torch.from_numpy(numbers.reshape(len(example), *shape)).to(example.device)
+    numbers[tails] = _quantile(torch.from_numpy(_shares(bits[tails]))).numpy()
+    return torch.from_numpy(numbers.reshape(len(example), *shape))
+
+
+def _quantile(shares: Tensor) -> Tensor:
+    """Of the normal distribution, float64; at 0 it would be -inf."""
+    return torch.special.ndtri(shares.clamp_min(2.0**-54))
 
 
 @lru_cache(maxsize=1)
@@ -213,3 +223,21 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def _shares(bits: np.ndarray) -> np.ndarray:
     """The first 53 of 64 bits as a number in [0, 1)."""
     return (bits >> np.uint64(11)).view(np.int64).astype(np.float64) * 2.0**-53
+
+
+def _drawn_by_torch(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
+    """`uniform` on the device of `example`: the same 64 bits as int64, whose sums and products wrap alike."""
+
+    def shifted(bits: Tensor, by: int) -> Tensor:  # to the right, zeros moving in: torch moves in the sign
+        return (bits >> by) & (2 ** (64 - by) - 1)
+
+    def mix(state: Tensor) -> Tensor:
+        state = state ^ shifted(state, 30)
+        for multiplier, shift in zip(MULTIPLIERS, (27, 31), strict=True):
+            state = state * int(multiplier.astype(np.int64))
+            state = state ^ shifted(state, shift)
+        return state
+
+    first = mix(example + int(np.uint64(zlib.crc32(stream.encode()) << 32).astype(np.int64)))
+    counter = torch.arange(1, math.prod(shape) + 1, device=example.device) * int(GOLDEN_GAMMA.astype(np.int64))
+    return shifted(mix(first[:, None] + counter), 11).double().view(len(example), *shape) * 2.0**-53
