@@ -21,7 +21,7 @@ from torch import Tensor
 from fairseq_icl.compat.command_line import flag, flags_of
 from fairseq_icl.errors import UserError, naming
 from fairseq_icl.models import Model, facts_of
-from fairseq_icl.models.checkpoints import base_reference, is_hugging_face, read_checkpoint
+from fairseq_icl.models.checkpoints import BASE_REFERENCE, base_reference, is_hugging_face, read_checkpoint
 from fairseq_icl.models.pretrained_lm import LINEARIZED_MARK, PretrainedLM
 from fairseq_icl.observing import Observation, Observer
 from fairseq_icl.observing.observation import Gathering
@@ -36,36 +36,31 @@ NAME = "icl_similarity"
 TEXT = Optional[str]
 ORDER = ("accuracy", "rec2ftp", "rpa", "sim_aou", "sim_am", "alpha", "sim_", "recall", "kendall")
 """Order of the summary: that of the papers."""
-
-
-ICLSimilarityConfig: Any = dataclasses.make_dataclass(
-    "ICLSimilarityConfig",
-    [
-        *flags_of(NAME),
-        flag(
-            "metrics",
-            TEXT,
-            None,
-            "comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)",
-        ),
-        flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
-        flag(
-            "save_activations",
-            TEXT,
-            None,
-            "write the observed activations to FILE.safetensors, in half precision as the authors did",
-        ),
-        flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
-        flag(
-            "other_finetuned",
-            TEXT,
-            None,
-            "a second fine-tuned checkpoint of the same base: adds alpha, the SimAM-delta between the two",
-        ),
-        ("path", TEXT, dataclasses.field(default=None)),  # fairseq's own flag: the checkpoint that is scored
-    ],
-    bases=(FairseqDataclass,),
-)
+FLAGS = [
+    *flags_of(NAME),
+    flag(
+        "metrics",
+        TEXT,
+        None,
+        "comma-separated names of metrics (default: all the checkpoint allows, but for sim_weights)",
+    ),
+    flag("results", TEXT, None, "write the table of all values, per example and layer: FILE.parquet or FILE.csv"),
+    flag(
+        "save_activations",
+        TEXT,
+        None,
+        "write the observed activations to FILE.safetensors, in half precision as the authors did",
+    ),
+    flag("activation_precision", ChoiceEnum(list(PRECISIONS)), "half", "precision of --save-activations"),
+    flag(
+        "other_finetuned",
+        TEXT,
+        None,
+        "a second fine-tuned checkpoint of the same base: adds alpha, the SimAM-delta between the two",
+    ),
+    ("path", TEXT, dataclasses.field(default=None)),  # fairseq's own flag: the checkpoint that is scored
+]
+ICLSimilarityConfig: Any = dataclasses.make_dataclass("ICLSimilarityConfig", FLAGS, bases=(FairseqDataclass,))
 
 
 @register_criterion(NAME, dataclass=ICLSimilarityConfig)
@@ -75,7 +70,10 @@ class ICLSimilarity(FairseqCriterion):
     def __init__(self, cfg: Any, task: Any) -> None:
         super().__init__(task)
         self.cfg = cfg
-        _check_endings(cfg)
+        for name, endings in (("results", (".parquet", ".csv")), ("save_activations", (".safetensors",))):
+            if cfg[name] and Path(cfg[name]).suffix not in endings:  # told before the work and not after it
+                named = f"--{name.replace('_', '-')} {cfg[name]}"
+                raise UserError(f"{named}: the name must end in {' or '.join(endings)}")
         of_criterion = [name for name, known in SETTINGS.items() if known.is_flag_of(NAME)]
         chosen = {name: str(cfg[name]) for name in of_criterion if cfg[name] is not None}
         self.settings = dataclasses.replace(task.settings, **chosen)
@@ -89,7 +87,8 @@ class ICLSimilarity(FairseqCriterion):
         recorded = self.task.training_queries
         self.tokens = training_tokens(self.task.prompts, recorded) if recorded else None
         self.collector = Collector(self.names, self.settings, self.tokens)
-        self.kept = Kept(len(self.task.prompts.queries))
+        self.kept: dict[str, Gathering] = {}
+        self.is_kept = torch.zeros(len(self.task.prompts.queries), dtype=torch.bool)
 
     def forward(
         self, model: PretrainedLM, sample: dict[str, Any], reduce: bool = True
@@ -104,13 +103,19 @@ class ICLSimilarity(FairseqCriterion):
             self.observers, self.device = self._make_observers(model), next(model.parameters()).device
         queries, example = sample["queries"], torch.tensor(sample["positions_in_set"])
         seen = {name: observer(queries) for name, observer in self.observers.items()}
-        extras = self._extras(queries, seen)
+        weights = None
+        if "ft" in seen and "sim_weights" in (self.names or ()):
+            icl, ft, start = self.observers["icl"], self.observers["ft"], self.task.prompts.start
+            if icl.prefix is None:
+                raise UserError("--metrics sim_weights: not defined for this model's attention; leave it out")
+            position = self.settings.position
+            weights = observe_weight_updates(icl.model, ft.model, queries, icl.prefix, start, position)
+        extras: dict[str, Any] = {"other_ft": seen.get("other_ft"), "weights": weights}
         self.collector.add(example, seen["zsl"], seen["icl"], seen.get("ft"), **extras)
         if self.cfg.save_activations:
-            self.kept.put(example, {name: part for name, part in seen.items() if name != "other_ft"})
+            self._keep(example, {name: part for name, part in seen.items() if name != "other_ft"})
         answered = seen.get("ft", seen["zsl"])
-        loss = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum()
-        size = len(queries)
+        loss, size = -answered.option_logprobs.gather(1, answered.gold[:, None]).sum(), len(queries)
         log = {"loss": loss.item(), "ntokens": sample["ntokens"], "nsentences": size, "sample_size": size}
         return loss, size, log
 
@@ -118,15 +123,13 @@ class ICLSimilarity(FairseqCriterion):
         """One for each condition, by name; `other_ft` for a second fine-tuned model."""
         prompts = dataclasses.replace(self.task.prompts, settings=self.settings)
         base = Model(model, self.task.files, *facts_of(self.settings), weights=model.base_state or None)
+        saves = self.cfg.save_activations is not None
         # The context's scores are needed for attention to training tokens, and by those who want everything.
-        wants_context = self.tokens is not None or self.cfg.save_activations is not None
-        observers = {
-            "zsl": Observer(base, prompts, context_row=self.cfg.save_activations is not None),
-            "icl": Observer(base, prompts, in_context=True, context_row=wants_context),
-        }
+        icl = Observer(base, prompts, in_context=True, context_row=saves or self.tokens is not None)
+        observers = {"zsl": Observer(base, prompts, context_row=saves), "icl": icl}
         if model.base_state:
             tuned = base.under(None, method_of(self.cfg.path))
-            observers["ft"] = Observer(tuned, prompts, context_row=self.cfg.save_activations is not None)
+            observers["ft"] = Observer(tuned, prompts, context_row=saves)
             if self.other is not None:
                 check_same_names(self.other, model)
                 like = next(model.parameters())
@@ -134,16 +137,19 @@ class ICLSimilarity(FairseqCriterion):
                 observers["other_ft"] = Observer(base.under(other), prompts)
         return observers
 
-    def _extras(self, queries: list[Any], seen: dict[str, Observation]) -> dict[str, Any]:
-        """What single metrics need besides: a second fine-tuned model, updates in weight space."""
-        extras: dict[str, Any] = {"other_ft": seen["other_ft"]} if "other_ft" in seen else {}
-        if "ft" in seen and "sim_weights" in (self.names or ()):
-            icl, ft = self.observers["icl"], self.observers["ft"]
-            if icl.prefix is None:
-                raise UserError("--metrics sim_weights: not defined for this model's attention; leave it out")
-            start, position = self.task.prompts.start, self.settings.position
-            extras["weights"] = observe_weight_updates(icl.model, ft.model, queries, icl.prefix, start, position)
-        return extras
+    def _keep(self, example: Tensor, conditions: Mapping[str, Observation]) -> None:
+        """Keep what was seen of examples (n,) for --save-activations. One seen twice is the same again."""
+        for name, seen in conditions.items():
+            self.kept.setdefault(name, Gathering(len(self.is_kept))).put(example, seen)
+        self.is_kept[example] = True
+
+    def _kept_in_order(self) -> tuple[Tensor, dict[str, Observation]]:
+        """(example, observations by condition) of all that were kept, in the order of the validation set."""
+        example = self.is_kept.nonzero().flatten()
+        seen = {name: gathering.observation() for name, gathering in self.kept.items()}
+        if len(example) < len(self.is_kept):  # a part of the set, or that of one of several processes
+            seen = {name: whole.take(example) for name, whole in seen.items()}
+        return example, seen
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -153,25 +159,25 @@ class ICLSimilarity(FairseqCriterion):
 
     def finish(self) -> None:
         """After the last batch, on every process: gather, log; on the first one also write and print."""
-        for seen in _gather_from_others(self.collector.seen):
-            self.collector.merge(seen)
-        settings, method = self.settings, method_of(self.cfg.path)
-        spec = self.task.prompts.spec
-        table = self.collector.table(spec.name, settings.seed, settings.permutation, method, settings.init)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if torch.distributed.is_initialized():
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, (self.collector.seen, *self._kept_in_order()))
+            for seen, *kept in parts[:rank] + parts[rank + 1 :]:
+                self.collector.merge(seen)
+                self._keep(*kept)
+        settings, method, name = self.settings, method_of(self.cfg.path), self.task.prompts.spec.name
+        table = self.collector.table(name, settings.seed, settings.permutation, method, settings.init)
         overall = means(table)
         for row in overall.itertuples():
             if row.value or not row.metric.startswith("zero_updates_"):
                 metrics.log_scalar(row.metric, row.value, round=5)
-        if self.cfg.save_activations and torch.distributed.is_initialized():
-            for other in _gather_from_others(self.kept.in_order()):
-                self.kept.put(*other)
-        if _rank() == 0:
+        if rank == 0:
             if self.cfg.results:
                 write_results(self.cfg.results, table, self._provenance(method))
             if self.cfg.save_activations:
-                example, observations = self.kept.in_order()
-                precision = str(self.cfg.activation_precision)
-                save_observations(self.cfg.save_activations, observations, example, precision)
+                example, seen = self._kept_in_order()
+                save_observations(self.cfg.save_activations, seen, example, str(self.cfg.activation_precision))
             print(summary(overall), flush=True)
         self._start()
 
@@ -192,46 +198,27 @@ class ICLSimilarity(FairseqCriterion):
         return made
 
 
-class Kept:
-    """What was seen of a validation set of `size` examples, condition by condition, for --save-activations."""
-
-    def __init__(self, size: int) -> None:
-        self.is_there = torch.zeros(size, dtype=torch.bool)
-        self.conditions: dict[str, Gathering] = {}
-
-    def put(self, example: Tensor, conditions: Mapping[str, Observation]) -> None:
-        """Take in a batch; `example` (n,) are positions in the validation set. One seen twice is the same again."""
-        for name, seen in conditions.items():
-            self.conditions.setdefault(name, Gathering(len(self.is_there))).put(example, seen)
-        self.is_there[example] = True
-
-    def in_order(self) -> tuple[Tensor, dict[str, Observation]]:
-        """(example, observations by condition) of all that were seen, in the order of the validation set."""
-        example = self.is_there.nonzero().flatten()
-        seen = {name: gathering.observation() for name, gathering in self.conditions.items()}
-        if len(example) < len(self.is_there):  # a part of the set, or that of one of several processes
-            seen = {name: whole.take(example) for name, whole in seen.items()}
-        return example, seen
+def read_finetuned(path: str | None) -> dict[str, Any]:
+    """The state of a fine-tuned checkpoint with its 'cfg'; empty for a base checkpoint."""
+    state = read_checkpoint(path) if path and not is_hugging_face(path) else {}
+    with naming(str(path)):
+        if base_reference(state) is None:
+            return {}
+    if not isinstance(state.get("cfg"), dict):
+        raise UserError(f"{path}: a fine-tuned checkpoint without its 'cfg': it was altered; train again")
+    return state
 
 
 def method_of(path: str | None) -> str:
     """The name of the method that a checkpoint was fine-tuned with; none for a base checkpoint."""
-    state = read_checkpoint(path) if path and not is_hugging_face(path) else {}
-    with naming(str(path)):
-        if base_reference(state) is None:
-            return "none"
-    config = state.get("cfg")
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: a fine-tuned checkpoint without its 'cfg': it was altered; train again")
-    return name_of_method(config, bool(state["task_state"].get("linearized")))
+    state = read_finetuned(path)
+    return name_of_method(state["cfg"], bool(state["task_state"].get("linearized"))) if state else "none"
 
 
 def read_other(path: str, task: Any) -> dict[str, Tensor]:
     """The weights of a second fine-tuned checkpoint, which must have the same base and kind as the task's."""
-    state = read_checkpoint(path)
-    with naming(path):
-        reference = base_reference(state)
-    if reference is None or reference["sha256"] != task.files.sha256:
+    state = read_finetuned(path)
+    if not state or state["task_state"][BASE_REFERENCE]["sha256"] != task.files.sha256:
         raise UserError(f"--other-finetuned {path}: not fine-tuned from the same base model")
     if bool(state["task_state"].get("linearized")) != bool(task.cfg.linearize):
         raise UserError(f"--other-finetuned {path}: one of the two models is linearized and the other is not")
@@ -247,52 +234,25 @@ def check_same_names(weights: dict[str, Tensor], model: PretrainedLM) -> None:
 
 def summary(overall: pd.DataFrame) -> str:
     """Every mean with its bootstrap interval, and the counts; `overall` is `results.means` of one run."""
-    ratios = overall["metric"].str.startswith(LENGTH_RATIO)
-    lengths = dict(overall[ratios][["metric", "value"]].itertuples(index=False))
-    measured = overall[overall["low"].notna() & ~ratios]
-    counts = dict(overall[overall["low"].isna() & ~ratios][["metric", "value"]].itertuples(index=False))
-    rows = sorted(measured.itertuples(), key=lambda row: _place(row.metric))
+
+    def place(row: Any) -> int:
+        return next((place for place, start in enumerate(ORDER) if row.metric.startswith(start)), len(ORDER))
+
+    values = dict(overall[["metric", "value"]].itertuples(index=False))
     lines = [("metric", "value", "95 % interval over examples", "length ratio")]
-    single = counts.get("examples") == 1
-    for row in rows:
-        shown = f"{row.value:.4f}"
-        ratio = lengths.get(f"{LENGTH_RATIO}{row.metric}")
-        interval = "none (n=1)" if single else f"[{row.low:.4f}, {row.high:.4f}]"
-        lines.append((row.metric, shown, interval, "" if ratio is None else f"{ratio:.4f}"))
+    measured = overall[overall["low"].notna() & ~overall["metric"].str.startswith(LENGTH_RATIO)]
+    for row in sorted(measured.itertuples(), key=place):
+        interval = "none (n=1)" if values["examples"] == 1 else f"[{row.low:.4f}, {row.high:.4f}]"
+        ratio = values.get(f"{LENGTH_RATIO}{row.metric}")
+        lines.append((row.metric, f"{row.value:.4f}", interval, "" if ratio is None else f"{ratio:.4f}"))
     text = [text_table(lines, names=1)]
-    for start, meaning in (
-        ("undefined_", "values left out because they are not defined here"),
-        ("zero_updates_", "cosines left out because an update is not above rounding"),
-    ):
-        told = [f"{name.removeprefix(start)} {int(n)}" for name, n in counts.items() if name.startswith(start) and n]
-        if start == "undefined_":
-            told = [words for words in told if not counts.get(f"zero_updates_{words.split()[0]}")]
-        if told:
-            text.append(f"{meaning}: {', '.join(told)}")
-    return "\n".join([*text, f"{int(counts['examples'])} examples"])
-
-
-def _place(name: str) -> int:
-    return next((place for place, start in enumerate(ORDER) if name.startswith(start)), len(ORDER))
-
-
-def _check_endings(cfg: Any) -> None:
-    """Tell a wrong file name before the work and not after it."""
-    if cfg.results and Path(cfg.results).suffix not in (".parquet", ".csv"):
-        raise UserError(f"--results {cfg.results}: the name must end in .parquet or .csv")
-    if cfg.save_activations and Path(cfg.save_activations).suffix != ".safetensors":
-        raise UserError(f"--save-activations {cfg.save_activations}: the name must end in .safetensors")
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _gather_from_others(own: Any) -> list[Any]:
-    """What the other processes hold in place of `own`, in the order of their ranks."""
-    if not torch.distributed.is_initialized():
-        return []
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
-    del gathered[_rank()]
-    return gathered
+    zero, undefined = (
+        {name.removeprefix(start): int(n) for name, n in values.items() if name.startswith(start) and n}
+        for start in ("zero_updates_", "undefined_")
+    )
+    if told := [f"{name} {n}" for name, n in undefined.items() if name not in zero]:
+        text.append(f"values left out because they are not defined here: {', '.join(told)}")
+    if zero:
+        told = [f"{name} {n}" for name, n in zero.items()]
+        text.append(f"cosines left out because an update is not above rounding: {', '.join(told)}")
+    return "\n".join([*text, f"{int(values['examples'])} examples"])

@@ -15,7 +15,7 @@ Values are averaged over examples, then over layers. docs/adding_a_metric.md wal
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,9 +24,7 @@ from torch import Tensor
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
 
-ENTRY_POINT_GROUP = "fairseq_icl.metrics"
-CONDITIONS = ("zsl", "icl", "ft")
-"""Zero-shot, in context, fine-tuned: what a model is observed in."""
+CONDITIONS = ("zsl", "icl", "ft")  # zero-shot, in context, fine-tuned: what a model is observed in
 if TYPE_CHECKING:
     from fairseq_icl.observing.observation import Observation
 else:
@@ -37,9 +35,8 @@ EXTRAS = ("example", "attention", "other_ft", "weights")
 class Similarity(NamedTuple):
     """Mean cosines, and how many of the cosines behind each have no meaning: of a zero vector, or of rounding.
 
-    A cosine says nothing of lengths. Where the two vectors are things that were measured (the updates of ICL and FT,
-    not a random direction), their `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in
-    units of the first's.
+    Where the two vectors are things that were measured (the updates of ICL and FT, not a random direction), their
+    `lengths` go with it: tables then have `length_ratio_NAME`, the second's length in units of the first's.
     """
 
     value: Tensor  # (n,), (n, layers) or (n, layers, heads)
@@ -80,17 +77,9 @@ class Metric:
     compute: Callable[..., Outcome]
     conditions: tuple[str, ...]
     needs: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-    """Attributes of the observations that may be missing; without one of them the metric is left out."""
-    title: str = ""
-    """What it is called in figures; by default its name."""
-    unit: str = ""
-    """In which it is shown. Shares are computed between 0 and 1, and those with the unit "percent" shown as such."""
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The conditions, by the name they had before."""
-        return self.conditions
+    reads: tuple[str, ...] = ()  # attributes of observations that may be missing; without one it is left out
+    title: str = ""  # in figures; by default its name
+    unit: str = ""  # in which it is shown; shares are computed between 0 and 1, also those with the unit "percent"
 
     def can_read(self, observations: Iterable[Observation]) -> bool:
         """Whether the observations have what it reads."""
@@ -98,7 +87,6 @@ class Metric:
 
 
 _metrics: dict[str, Metric] = {}
-_loaded_entry_points = False
 
 
 def metric(
@@ -145,12 +133,12 @@ def metric(
 
     def register(compute: Function) -> Function:
         if name in BY_READING:
-            raise ValueError(
-                f"metric {name}: this name stands for {', '.join(name + e for e in BY_READING[name][1].values())}"
-            )
-        known = _metrics.get(name)
-        if known is not None and _origin(known.compute) != _origin(compute):
-            raise ValueError(f"metric {name} is registered twice: {_origin(known.compute)} and {_origin(compute)}")
+            meant = ", ".join(name + ending for ending in BY_READING[name][1].values())
+            raise ValueError(f"metric {name}: this name stands for {meant}")
+        before = _metrics[name].compute if name in _metrics else compute
+        origins = [f"{function.__module__}.{function.__qualname__}" for function in (before, compute)]
+        if origins[0] != origins[1]:
+            raise ValueError(f"metric {name} is registered twice: {' and '.join(origins)}")
         called = update_wrapper(partial(compute, **given), compute) if given else compute
         _metrics[name] = Metric(name, called, conditions, needs, reads, title, unit)
         return compute
@@ -172,16 +160,10 @@ def metric_of_each(
     return register
 
 
-ATTENTION = {"scores": "_scores", "probabilities": "_softmax"}
-RANDOM = {"uniform": "_uniform", "gaussian": "_gaussian"}
-BY_READING: dict[str, tuple[str, dict[str, str]]] = {
-    "sim_aou_random": ("random_update", RANDOM),
-    "sim_aou_norm_random": ("random_update", RANDOM),
-    "sim_am_before": ("attention_similarity", ATTENTION),
-    "sim_am_after": ("attention_similarity", ATTENTION),
-    "sim_am_delta": ("attention_similarity", ATTENTION),
-    "alpha": ("attention_similarity", ATTENTION),
-}
+BY_RANDOM_UPDATE = "random_update", {"uniform": "_uniform", "gaussian": "_gaussian"}
+BY_ATTENTION = "attention_similarity", {"scores": "_scores", "probabilities": "_softmax"}
+BY_READING = dict.fromkeys(("sim_aou_random", "sim_aou_norm_random"), BY_RANDOM_UPDATE)
+BY_READING |= dict.fromkeys(("sim_am_before", "sim_am_after", "sim_am_delta", "alpha"), BY_ATTENTION)
 """Names that mean one of several metrics: the setting that decides, and the ending for each value."""
 
 
@@ -218,25 +200,12 @@ def shown_as(name: str) -> tuple[str, str, float]:
     return known.title or name, known.unit, 100.0 if known.unit == "percent" else 1.0
 
 
-def _origin(compute: Callable[..., Outcome]) -> str:
-    return f"{compute.__module__}.{compute.__qualname__}"
-
-
+@cache
 def _load_entry_points() -> None:
     """Import what installed packages offer under the group `fairseq_icl.metrics`; importing registers it."""
-    global _loaded_entry_points
-    if _loaded_entry_points:
-        return
-    _loaded_entry_points = True
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+    for entry_point in entry_points(group="fairseq_icl.metrics"):
         entry_point.load()
 
 
 # Importing a module registers its metrics; at the end, because they take `metric` from here.
-from fairseq_icl.metrics import (  # noqa: E402
-    attention_maps,
-    attention_outputs,
-    predictions,
-    training_attention,
-    weight_space,
-)
+from fairseq_icl.metrics import attention_maps, attention_outputs, predictions, training_attention, weight_space  # noqa: E402

@@ -24,38 +24,27 @@ products float64, so what cancels there leaves more digits than the states have.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fairseq_icl.metrics import Observation, Similarity, metric
-from fairseq_icl.metrics.vectors import (
-    cosine_of,
-    dots,
-    gaussian,
-    in_parts,
-    remembered,
-    rounding_of,
-    uniform_float32,
-    where_defined,
-)
+from fairseq_icl.metrics import Observation, Similarity, metric, vectors
+from fairseq_icl.metrics.vectors import cosine_of, dots, in_parts, remembered, rounding_of, where_defined
 
+OUTPUT = "attention_output"
 Draw = Callable[[Tensor, tuple[int, ...], str], Tensor]
+BESIDE_RANDOM: dict[str, Any] = {"conditions": ("zsl", "icl"), "needs": ("example",), "unit": "cosine"}
 
 
 class Update(NamedTuple):
     """What is known of updates u of zero-shot states; (n, L) each."""
 
-    square: Tensor  # |u|^2
     across: Tensor  # |u'|^2
     scale: Tensor  # 1 / |z + u|, 0 for a state of zero
     turned: Tensor  # t = 1 - cos(z, z + u)
-
-    @property
-    def normalised(self) -> Tensor:
-        """The squared length of the normalised update."""
-        return self.across * self.scale**2 + self.turned**2
+    square: Tensor  # of the normalised update's length
 
 
 @metric("sim_aou_norm", title="SimAOU_norm", unit="cosine", normalize=True)
@@ -65,11 +54,8 @@ def sim_aou(zsl: Observation, icl: Observation, ft: Observation, normalize: bool
 
     `sim_aou_norm`, with h/|h| in place of h, is the first paper's SimAOU. So it is with the random versions.
     """
-    u, v, product, across, noise = _two_updates(zsl, icl, ft)
-    if not normalize:
-        return where_defined(cosine_of(product, u.square, v.square), noise)
-    product = across * u.scale * v.scale + u.turned * v.turned
-    return where_defined(cosine_of(product, u.normalised, v.normalised), noise)
+    *products, noise = _two_updates(zsl, icl, ft, OUTPUT)
+    return where_defined(_cosine(normalize, *products), noise)
 
 
 @metric("sim_aou_projected", title="SimAOU_projected", unit="cosine")
@@ -79,8 +65,9 @@ def sim_aou_projected(zsl: Observation, icl: Observation, ft: Observation) -> Si
     Exactly 0 for updates that are orthogonal to each other and to the zero-shot state, whatever their lengths, where
     the normalised version gives up to 1/2.
     """
-    u, v, _, across, noise = _two_updates(zsl, icl, ft)
-    return where_defined(cosine_of(across, u.across, v.across), noise)
+    before, along_u, square_u, along_v, square_v, product, noise = _two_updates(zsl, icl, ft, OUTPUT)
+    u, v = _update(before, along_u, square_u), _update(before, along_v, square_v)
+    return where_defined(cosine_of(product - along_u * along_v * _inverse(before), u.across, v.across), noise)
 
 
 @metric("sim_aou_heads", reads=("head_output",), title="SimAOU of heads", unit="cosine")
@@ -92,34 +79,22 @@ def sim_aou_heads(zsl: Observation, icl: Observation, ft: Observation) -> Simila
     every head h, by layer, as `sim_aou_heads_h`.
     """
 
-    def products(*states: Tensor) -> tuple[Tensor, ...]:
-        z, one, other = (state.double() for state in states)  # (n, L, H, D)
-        u, v = one - z, other - z
-        return dots((u, v), (u, u), (v, v), (z, z))
-
-    outputs = [seen.head_output for seen in (zsl, icl, ft) if seen.head_output is not None]
-    *found, before = in_parts(products, *outputs)
-    limit = rounding_of(zsl, icl, ft) * before.sqrt()
-    return where_defined(cosine_of(*found), (found[1].sqrt() <= limit) | (found[2].sqrt() <= limit))
+    *products, noise = _two_updates(zsl, icl, ft, "head_output")
+    return where_defined(_cosine(False, *products), noise)
 
 
-def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, update) for a given update (n, L, d) in place of the fine-tuning one, used as it is."""
-    return _beside(zsl, icl, update)[0][normalize]
+@metric("sim_aou_norm_random_gaussian", **BESIDE_RANDOM, normal=True, normalize=True)
+@metric("sim_aou_random_gaussian", **BESIDE_RANDOM, normal=True)
+@metric("sim_aou_norm_random_uniform", **BESIDE_RANDOM, normalize=True)
+@metric("sim_aou_random_uniform", **BESIDE_RANDOM)
+def sim_aou_random(
+    zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False, normal: bool = False
+) -> Similarity:
+    """cos(h_icl - h_zsl, r), r uniform on [0, 1): the authors' baseline, all positive and so near (1, ..., 1).
 
-
-@metric("sim_aou_norm_random_uniform", conditions=("zsl", "icl"), needs=("example",), unit="cosine", normalize=True)
-@metric("sim_aou_random_uniform", conditions=("zsl", "icl"), needs=("example",), unit="cosine")
-def sim_aou_random_uniform(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, r), r uniform on [0, 1): the authors' baseline, all positive and so near (1, ..., 1)."""
-    return _beside_random(zsl, icl, example)[0][normalize]
-
-
-@metric("sim_aou_norm_random_gaussian", conditions=("zsl", "icl"), needs=("example",), unit="cosine", normalize=True)
-@metric("sim_aou_random_gaussian", conditions=("zsl", "icl"), needs=("example",), unit="cosine")
-def sim_aou_random_gaussian(zsl: Observation, icl: Observation, example: Tensor, normalize: bool = False) -> Similarity:
-    """cos(h_icl - h_zsl, g), g standard normal: a direction without preference, expectation 0."""
-    return _beside_random(zsl, icl, example)[1][normalize]
+    The `_gaussian` versions have r standard normal (`normal`): a direction without preference, expectation 0.
+    """
+    return beside_drawn(zsl, icl, example, vectors.uniform_float32, vectors.gaussian)[normal][normalize]
 
 
 @metric("sim_aou_norm_random_matched", needs=("example",), unit="cosine", normalize=True)
@@ -132,17 +107,12 @@ def sim_aou_random_matched(
     g and g' are independent standard normal vectors. This is what remains of a similarity when the lengths of the
     updates are kept and their directions are random.
     """
-    first, second, to_first, to_second, between = _random_pair(zsl, example)
-    true, before = _two_updates(zsl, icl, ft)[:2], _one_update(zsl, icl)[0]
-    lengths = [update.square.sqrt() / drawn.sqrt() for update, drawn in zip(true, (first, second), strict=True)]
-    product = between * lengths[0] * lengths[1]
-    if not normalize:
-        return cosine_of(product, true[0].square, true[1].square)._replace(lengths=None)
-    along = (to_first * lengths[0], to_second * lengths[1])  # z.u and z.v
-    u, v = (_update(before, z_u, known.square) for z_u, known in zip(along, true, strict=True))
-    across = product - along[0] * along[1] * _inverse(before)
-    product = across * u.scale * v.scale + u.turned * v.turned
-    return cosine_of(product, u.normalised, v.normalised)._replace(lengths=None)
+    square_g, square_h, along_g, along_h, between = _random_pair(zsl, example)
+    before, _, square_u, _, square_v, _, _ = _two_updates(zsl, icl, ft, OUTPUT)
+    scale_u, scale_v = square_u.sqrt() / square_g.sqrt(), square_v.sqrt() / square_h.sqrt()
+    product = between * scale_u * scale_v
+    cosines = _cosine(normalize, before, along_g * scale_u, square_u, along_h * scale_v, square_v, product)
+    return cosines._replace(lengths=None)
 
 
 def _inverse(x: Tensor) -> Tensor:
@@ -157,66 +127,67 @@ def _update(before: Tensor, along: Tensor, square: Tensor) -> Update:
     scale = _inverse(after.sqrt())
     cosine = (before + along) * _inverse(before.sqrt()) * scale
     turned = torch.where(cosine > 0, across * scale**2 / (1 + cosine.clamp_min(0)), 1 - cosine)
-    return Update(square, across, scale, torch.where(before == 0, 0.0, turned))
+    turned = torch.where(before == 0, 0.0, turned)
+    return Update(across, scale, turned, across * scale**2 + turned**2)
 
 
-@remembered(1)
-def _two_updates(zsl: Observation, icl: Observation, ft: Observation) -> tuple[Update, Update, Tensor, Tensor, Tensor]:
-    """The updates u of ICL and v of FT, u.v, u'.v', and where one of them is nothing but rounding: (n, L) each"""
+def _products(*states: Tensor) -> tuple[Tensor, ...]:
+    """Of states z, z + u and, if given, z + v: |z|^2, z.u, |u|^2, z.v, |v|^2, u.v"""
+    z, *after = (state.double() for state in states)
+    updates = [state - z for state in after]
+    return dots((z, z), *((vector, u) for u in updates for vector in (z, u)), *combinations(updates, 2))
 
-    def products(*states: Tensor) -> tuple[Tensor, ...]:
-        z, one, other = (state.double() for state in states)
-        u, v = one - z, other - z
-        return dots((z, z), (z, u), (u, u), (z, v), (v, v), (u, v))
 
-    before, *of_u, along_v, square_v, product = in_parts(products, *(seen.attention_output for seen in (zsl, icl, ft)))
-    _one_update.keep((zsl, icl), (before, *of_u))
-    u, v = _update(before, *of_u), _update(before, along_v, square_v)
-    across = product - of_u[0] * along_v * _inverse(before)
+def _cosine(normalize: bool, *products: Tensor) -> Similarity:
+    """cos(u, v), or that of the normalised updates, from `_products` of two: (n, L) each"""
+    before, along_u, square_u, along_v, square_v, product = products
+    if not normalize:
+        return cosine_of(product, square_u, square_v)
+    u, v = _update(before, along_u, square_u), _update(before, along_v, square_v)
+    across = product - along_u * along_v * _inverse(before)  # u'.v'
+    return cosine_of(across * u.scale * v.scale + u.turned * v.turned, u.square, v.square)
+
+
+@remembered(2)
+def _two_updates(zsl: Observation, icl: Observation, ft: Observation, of: str) -> tuple[Tensor, ...]:
+    """`_products` of the updates of ICL and FT, and where one of them is nothing but rounding: (n, L) each"""
+    products = in_parts(_products, *(getattr(seen, of) for seen in (zsl, icl, ft)))
+    if of == OUTPUT:
+        _one_update.keep((zsl, icl), products[:3])
+    before, _, square_u, _, square_v, _ = products
     limit = rounding_of(zsl, icl, ft) * before.sqrt()
-    return u, v, product, across, (u.square.sqrt() <= limit) | (v.square.sqrt() <= limit)
+    return *products, (square_u.sqrt() <= limit) | (square_v.sqrt() <= limit)
 
 
 @remembered(1)
 def _one_update(zsl: Observation, icl: Observation) -> tuple[Tensor, ...]:
     """|z|^2, z.u and |u|^2 of ICL's update"""
-
-    def products(*states: Tensor) -> tuple[Tensor, ...]:
-        z, after = (state.double() for state in states)
-        u = after - z
-        return dots((z, z), (z, u), (u, u))
-
-    return in_parts(products, zsl.attention_output, icl.attention_output)
+    return in_parts(_products, zsl.attention_output, icl.attention_output)
 
 
-def _beside(zsl: Observation, icl: Observation, given: Tensor, *draws: Draw) -> list[tuple[Similarity, Similarity]]:
-    """Cosines of ICL's update with vectors r, without and with normalised states.
+@remembered(1)
+def beside_drawn(
+    zsl: Observation, icl: Observation, example: Tensor, *draws: Draw
+) -> list[tuple[Similarity, Similarity]]:
+    """Cosines of ICL's update with the vectors r that each of `draws` makes, without and with normalised states."""
 
-    `given` (n, L, d) are these vectors; or examples (n,), for which each of `draws` makes some.
-    """
-
-    def products(before: Tensor, after: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        drawn = [draw(given, tuple(before.shape[1:]), "update") for draw in draws] or [given.double()]
+    def products(before: Tensor, after: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
+        drawn = [draw(numbers, tuple(before.shape[1:]), "update") for draw in draws]
         before = before.to(drawn[0].dtype)  # fp32 will do for random ones
         update = after.to(before.dtype) - before
         return tuple(part.double() for part in dots(*((vector, r) for r in drawn for vector in (update, before, r))))
 
     of_u = _one_update(zsl, icl)
-    u, before, along = _update(*of_u), of_u[0], of_u[1]
-    found = in_parts(products, zsl.attention_output, icl.attention_output, given)
+    u, (before, along, square_u) = _update(*of_u), of_u
+    found = in_parts(products, zsl.attention_output, icl.attention_output, example)
     cosines = []
     for start in range(0, len(found), 3):
-        product, to_before, square = found[start : start + 3]
+        product, to_before, square_r = found[start : start + 3]
         across = product - along * _inverse(before) * to_before  # u'.r
         normalised = across * u.scale - u.turned * to_before * _inverse(before.sqrt())
-        both = cosine_of(product, u.square, square), cosine_of(normalised, u.normalised, square)
+        both = cosine_of(product, square_u, square_r), cosine_of(normalised, u.square, square_r)
         cosines.append((both[0]._replace(lengths=None), both[1]._replace(lengths=None)))
     return cosines
-
-
-@remembered(1)
-def _beside_random(zsl: Observation, icl: Observation, example: Tensor) -> list[tuple[Similarity, Similarity]]:
-    return _beside(zsl, icl, example, uniform_float32, gaussian)
 
 
 @remembered(1)
@@ -225,7 +196,7 @@ def _random_pair(zsl: Observation, example: Tensor) -> tuple[Tensor, ...]:
 
     def products(state: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
         z = state.float()
-        g, other = (gaussian(numbers, tuple(z.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
+        g, other = (vectors.gaussian(numbers, tuple(z.shape[1:]), f"matched {name}") for name in ("icl", "ft"))
         return tuple(part.double() for part in dots((g, g), (other, other), (z, g), (z, other), (g, other)))
 
     return in_parts(products, zsl.attention_output, example)

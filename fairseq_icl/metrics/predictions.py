@@ -12,9 +12,6 @@ layer, (n, L, C): the logit lens on the residual stream. The last layer is the m
 `accuracy_by_depth_icl` is `accuracy_icl`.
 """
 
-from typing import NamedTuple
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,28 +25,22 @@ def accuracy(observation: Observation) -> Tensor:
     return _right(observation).double()
 
 
-@metric_of_each("accuracy_calibrated", title="calibrated accuracy", unit="percent", reads=["label_prior"])
-def accuracy_calibrated(observation: Observation) -> Tensor:
-    """1 where the label that gains most over its prior is the gold one. (n,)
-
-    The prior is the label's probability on inputs without content, averaged over them and then made to add up to 1
-    (contextual calibration, as the code of Zhao et al. 2021 has it), so a model that prefers one word whatever it reads
-    is not punished for it.
-    """
-    assert observation.label_prior is not None
-    return _calibrated(observation, observation.label_prior)
-
-
 @metric_of_each(
     "accuracy_calibrated_normalised",
     title="accuracy, calibrated input by input",
     unit="percent",
     reads=["label_prior_normalised"],
+    prior="label_prior_normalised",
 )
-def accuracy_calibrated_normalised(observation: Observation) -> Tensor:
-    """The same with a prior to which every input without content contributes alike. (n,)"""
-    assert observation.label_prior_normalised is not None
-    return _calibrated(observation, observation.label_prior_normalised)
+@metric_of_each("accuracy_calibrated", title="calibrated accuracy", unit="percent", reads=["label_prior"])
+def accuracy_calibrated(observation: Observation, prior: str = "label_prior") -> Tensor:
+    """1 where the label that gains most over its prior is the gold one. (n,)
+
+    The prior is the label's probability on inputs without content, averaged over them and then made to add up to 1
+    (contextual calibration, as the code of Zhao et al. 2021 has it), so a model that prefers one word whatever it reads
+    is not punished for it. To that of `accuracy_calibrated_normalised` every input without content contributes alike.
+    """
+    return ((observation.option_logprobs - getattr(observation, prior)).argmax(dim=1) == observation.gold).double()
 
 
 @metric_of_each("auc", title="AUC", reads=["label_prior"])
@@ -114,70 +105,38 @@ def rpa_same_label(zsl: Observation, icl: Observation, ft: Observation) -> Ratio
     return Ratio(same, _changed(zsl, icl).double() + _changed(zsl, ft).double() - same)
 
 
+@metric("rpa_incorrect", unit="percent", is_right=False)
 @metric("rpa_correct", unit="percent")
-def rpa_correct(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
-    """`rpa` with D restricted to examples whose new prediction is right."""
-    return _overlap(_changed(zsl, icl) & _right(icl), _changed(zsl, ft) & _right(ft))
+def rpa_correct(zsl: Observation, icl: Observation, ft: Observation, is_right: bool = True) -> Ratio:
+    """`rpa` with D restricted to examples whose new prediction is right; `rpa_incorrect`: wrong."""
+    return _overlap(*(_changed(zsl, seen) & (_right(seen) == is_right) for seen in (icl, ft)))
 
 
-@metric("rpa_incorrect", unit="percent")
-def rpa_incorrect(zsl: Observation, icl: Observation, ft: Observation) -> Ratio:
-    """`rpa` with D restricted to examples whose new prediction is wrong."""
-    return _overlap(_changed(zsl, icl) & ~_right(icl), _changed(zsl, ft) & ~_right(ft))
+def prediction_sets(zsl: Observation, icl: Observation, ft: Observation) -> dict[str, Tensor]:
+    """Membership (n,) bool of each example in the sets whose sizes the papers discuss.
 
-
-def f2t(zsl: Observation, icl: Observation, ft: Observation) -> Tensor:
-    """Examples wrong under ZSL and right under ICL and FT ("false to true"), the first paper's subset. (n,) bool"""
-    return _mended(zsl, icl) & _mended(zsl, ft)
-
-
-class PredictionSets(NamedTuple):
-    """Membership (n,) bool of each example in the sets whose sizes the papers discuss."""
-
-    icl_f2t: Tensor  # wrong under ZSL, right under ICL
-    ft_f2t: Tensor
-    both_f2t: Tensor
-    icl_changed: Tensor
-    ft_changed: Tensor
-    both_changed: Tensor
-    same_change: Tensor  # changed by both to the same label
-    changed_both_correct: Tensor
-    changed_only_icl_correct: Tensor
-    changed_only_ft_correct: Tensor
-    changed_both_incorrect: Tensor
-    changed_only_icl_incorrect: Tensor
-    changed_only_ft_incorrect: Tensor
-
-
-def prediction_sets(zsl: Observation, icl: Observation, ft: Observation) -> PredictionSets:
-    """Partition of the prediction changes: by both, only ICL, only FT, for right and for wrong new predictions.
-
+    Prediction changes are parted into those by both, only ICL, only FT, for right and for wrong new predictions.
     The `correct` three are a partition of the changes that end right, the `incorrect` three of those that end wrong.
     With more than two classes an example changed by both, rightly by ICL and wrongly by FT, is in
     `changed_only_icl_correct` and in `changed_only_ft_incorrect`.
     """
+    icl_f2t, ft_f2t = _mended(zsl, icl), _mended(zsl, ft)
     icl_changed, ft_changed = _changed(zsl, icl), _changed(zsl, ft)
-    icl_correct, ft_correct = icl_changed & _right(icl), ft_changed & _right(ft)
-    icl_incorrect, ft_incorrect = icl_changed & ~_right(icl), ft_changed & ~_right(ft)
-    return PredictionSets(
-        icl_f2t=_mended(zsl, icl),
-        ft_f2t=_mended(zsl, ft),
-        both_f2t=f2t(zsl, icl, ft),
-        icl_changed=icl_changed,
-        ft_changed=ft_changed,
-        both_changed=icl_changed & ft_changed,
-        same_change=ft_changed & (icl.prediction == ft.prediction),
-        changed_both_correct=icl_correct & ft_correct,
-        changed_only_icl_correct=icl_correct & ~ft_correct,
-        changed_only_ft_correct=ft_correct & ~icl_correct,
-        changed_both_incorrect=icl_incorrect & ft_incorrect,
-        changed_only_icl_incorrect=icl_incorrect & ~ft_incorrect,
-        changed_only_ft_incorrect=ft_incorrect & ~icl_incorrect,
-    )
-
-
-def _calibrated(observation: Observation, prior: Tensor) -> Tensor:
-    return ((observation.option_logprobs - prior).argmax(dim=1) == observation.gold).double()
+    sets = {
+        "icl_f2t": icl_f2t,  # "false to true": wrong under ZSL, right under ICL
+        "ft_f2t": ft_f2t,
+        "both_f2t": icl_f2t & ft_f2t,  # the first paper's subset
+        "icl_changed": icl_changed,
+        "ft_changed": ft_changed,
+        "both_changed": icl_changed & ft_changed,
+        "same_change": ft_changed & (icl.prediction == ft.prediction),  # changed by both to the same label
+    }
+    for end, is_right in (("correct", True), ("incorrect", False)):
+        by_icl, by_ft = icl_changed & (_right(icl) == is_right), ft_changed & (_right(ft) == is_right)
+        sets[f"changed_both_{end}"] = by_icl & by_ft
+        sets[f"changed_only_icl_{end}"] = by_icl & ~by_ft
+        sets[f"changed_only_ft_{end}"] = by_ft & ~by_icl
+    return sets
 
 
 def _right(observation: Observation) -> Tensor:
@@ -194,13 +153,16 @@ def _mended(zsl: Observation, observation: Observation) -> Tensor:
 
 def _overlap(a: Tensor, b: Tensor) -> Ratio:
     """Jaccard index of two sets given as masks (n,)."""
-    return Ratio(torch.logical_and(a, b).double(), torch.logical_or(a, b).double())
+    return Ratio((a & b).double(), (a | b).double())
 
 
 @metric("token_overlap", conditions=("icl", "ft"), reads=("top_tokens",))
 def token_overlap(icl: Observation, ft: Observation) -> Tensor:
     """|T_icl & T_ft| / K: the share of the most likely tokens that both have. (n,)"""
-    return _shared(icl, ft).any(dim=2).double().mean(dim=1)
+    assert icl.top_tokens is not None  # by `reads`
+    assert ft.top_tokens is not None
+    is_shared = icl.top_tokens[:, :, None] == ft.top_tokens[:, None, :]  # (n, K, K) token i of ICL is token j of FT
+    return is_shared.any(dim=2).double().mean(dim=1)
 
 
 @metric_of_each("gold_probability")
@@ -209,30 +171,18 @@ def gold_probability(observation: Observation) -> Tensor:
     return log_shares(observation.option_logprobs).gather(1, observation.gold[:, None])[:, 0].exp()
 
 
-def _shared(icl: Observation, ft: Observation) -> Tensor:
-    """Whether token i of ICL is token j of FT: (n, K, K) bool."""
-    assert icl.top_tokens is not None  # by `reads`
-    assert ft.top_tokens is not None
-    return icl.top_tokens[:, :, None] == ft.top_tokens[:, None, :]
-
-
 @metric_of_each("accuracy_by_depth", unit="percent", reads=("depth_scores",))
 def accuracy_by_depth(observation: Observation) -> Tensor:
     """1 where argmax_c s[l, c] is the gold label, else 0. (n, L)"""
-    scores = _scores(observation)
+    scores = observation.depth_scores
+    assert scores is not None  # by `reads`
     is_best = scores == scores.amax(-1, keepdim=True)
     is_first = is_best & (is_best.cumsum(-1) == 1)  # (n, L, C): of several best ones the first, on every device
-    return is_first.gather(2, observation.gold[:, None, None].expand(-1, scores.size(1), 1))[..., 0].double()
+    return is_first.take_along_dim(observation.gold[:, None, None], dim=2)[..., 0].double()
 
 
 @metric_of_each("logprob_by_depth", unit="nats", reads=("depth_scores",))
 def logprob_by_depth(observation: Observation) -> Tensor:
     """log softmax_c(s[l])[gold]: log-probability of the gold label among the options, in nats. (n, L)"""
-    logprobs = log_shares(_scores(observation))  # (n, L, C)
-    gold = observation.gold[:, None, None].expand(-1, logprobs.size(1), 1)
-    return logprobs.gather(2, gold)[..., 0]
-
-
-def _scores(observation: Observation) -> Tensor:
     assert observation.depth_scores is not None  # by `reads`
-    return observation.depth_scores.double()
+    return log_shares(observation.depth_scores).take_along_dim(observation.gold[:, None, None], dim=2)[..., 0]

@@ -13,7 +13,7 @@ The authors pair tokens by place, which is right only if both sides saw the same
 `TrainingTokens.align` pairs them by row, so permutations and truncated prompts are compared correctly too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,59 +46,34 @@ class TrainingTokens:
 
     @classmethod
     def align(
-        cls,
-        queries: Tensor | Sequence[Tensor],
-        training_rows: Sequence[int],
-        training_lengths: Sequence[int],
-        context_rows: Sequence[int],
-        context_spans: Sequence[tuple[int, int]],
-        top_examples: int = 5,
-        top_tokens: int = 100,
+        cls, training: Mapping[int, Tensor], context_rows: Sequence[int], context_spans: Sequence[tuple[int, int]]
     ) -> "TrainingTokens":
         """Pair recorded training tokens with prompt tokens by dataset row, in the order of the prompt.
 
         Args:
-            queries: (L, sum of `training_lengths`, d), each training sequence with its BOS; or one tensor for each.
-            training_rows: Dataset row of each training sequence.
-            training_lengths: Tokens of each.
+            training: Dataset row -> query vectors (L, tokens, d) of its training sequence, BOS included.
             context_rows: Dataset row of each demonstration of the prompt.
             context_spans: (start, end) of each demonstration in the context, without its closing EOS.
-            top_examples: How many examples with the most attention recall and Kendall look at.
-            top_tokens: How many tokens.
         """
-        sequences = queries.split(list(training_lengths), dim=1) if isinstance(queries, Tensor) else queries
-        by_row = dict(zip(training_rows, sequences, strict=True))
-        recorded: list[Tensor] = []
-        demonstration: list[Tensor] = []
-        positions: list[Tensor] = []
-        for row, (begin, end) in zip(context_rows, context_spans, strict=True):
-            if row not in by_row:
-                continue
-            own = by_row[row][:, 1:]
-            if own.size(1) != end - begin:
-                raise ValueError(f"row {row}: {own.size(1)} tokens in training, {end - begin} in the prompt")
-            recorded.append(own)
-            positions.append(torch.arange(begin, end))
-            demonstration.append(torch.full((end - begin,), len(demonstration)))
-        if not recorded:
+        shared = [
+            (row, training[row][:, 1:], torch.arange(*span))
+            for row, span in zip(context_rows, context_spans, strict=True)
+            if row in training
+        ]
+        if not shared:
             raise ValueError("no demonstration is in both the fine-tuning data and the prompt")
-        return cls(
-            torch.cat(recorded, dim=1),
-            torch.cat(demonstration),
-            torch.cat(positions),
-            top_examples,
-            top_tokens,
-        )
+        for row, queries, positions in shared:
+            if queries.size(1) != len(positions):
+                raise ValueError(f"row {row}: {queries.size(1)} tokens in training, {len(positions)} in the prompt")
+        demonstration = [torch.full_like(positions, number) for number, (_, _, positions) in enumerate(shared)]
+        _, recorded, places = zip(*shared, strict=True)
+        return cls(torch.cat(recorded, dim=1), torch.cat(demonstration), torch.cat(places))
 
     @property
-    def used_top_examples(self) -> int:
-        """k of the example-level recall: `top_examples`, or all demonstrations if there are fewer."""
-        return min(self.top_examples, int(self.demonstration.max()) + 1)
-
-    @property
-    def used_top_tokens(self) -> int:
-        """k of the token-level recall: `top_tokens`, or all tokens if there are fewer (the authors fail there)."""
-        return min(self.top_tokens, len(self.demonstration))
+    def used_tops(self) -> tuple[int, int]:
+        """k of the recall of tokens and of examples: all of them if there are fewer (the authors fail there)."""
+        sizes = len(self.demonstration), int(self.demonstration.max()) + 1
+        return min(self.top_tokens, sizes[0]), min(self.top_examples, sizes[1])
 
 
 @dataclass(frozen=True)
@@ -116,16 +91,9 @@ class TrainingAttention:
     @classmethod
     def of(cls, example: Tensor, icl: Observation, ft: Observation, training: TrainingTokens) -> "TrainingAttention":
         """Both sides of examples (n,) observed under ICL and FT."""
-        icl_tokens, ft_tokens = icl_weights(icl, training), finetuning_weights(ft, training)
-        return cls(
-            example,
-            icl_tokens,
-            ft_tokens,
-            per_demonstration(icl_tokens, training),
-            per_demonstration(ft_tokens, training),
-            training.used_top_tokens,
-            training.used_top_examples,
-        )
+        tokens = icl_weights(icl, training), finetuning_weights(ft, training)
+        icl_examples, ft_examples = (per_demonstration(weights, training) for weights in tokens)
+        return cls(example, *tokens, icl_examples, ft_examples, *training.used_tops)
 
     def weights_on(self, of: str) -> tuple[Tensor, Tensor, int]:
         """Weights of ICL and of FT on "tokens" or on "examples" (demonstrations), and the k of their recall."""
@@ -148,14 +116,14 @@ def finetuning_weights(ft: Observation, training: TrainingTokens) -> Tensor:
         for start in range(0, n, ROWS):
             rows = slice(start, start + ROWS)
             scores[rows, layer] = (queries[rows, layer].double() @ keys).float()
-    return _weights(scores[:n])
+    return scores[:n].double().softmax(-1)
 
 
 def icl_weights(icl: Observation, training: TrainingTokens) -> Tensor:
-    """softmax_t(score_t): (n, L, T) float64"""
+    """softmax_t(score_t): (n, L, T) float64, as the authors have it: what underflows in float32 would be tied."""
     if icl.context_row is None:
         raise ValueError("the ICL observation has no context_row: observe attention to the demonstrations")
-    return _weights(icl.context_row[..., training.context_position])
+    return icl.context_row[..., training.context_position].double().softmax(-1)
 
 
 def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
@@ -170,7 +138,7 @@ def per_demonstration(weights: Tensor, training: TrainingTokens) -> Tensor:
 def recall(attention: TrainingAttention, of: str = "tokens") -> Tensor:
     """|top k tokens of ICL & top k tokens of FT| / k; `recall_examples`: of demonstrations."""
     icl, ft, k = attention.weights_on(of)
-    return top_k_recall(icl, ft, k)
+    return (top_k(icl, k) & top_k(ft, k)).double().sum(-1) / k
 
 
 @metric("kendall_examples", conditions=(), needs=("attention",), of="examples")
@@ -197,16 +165,6 @@ def kendall_random(attention: TrainingAttention, of: str = "tokens") -> Similari
     """tau-b(ICL token (demonstration) weights, uniform random weights); expectation 0."""
     weights, _, _ = attention.weights_on(of)
     return kendall(weights, uniform(attention.example, tuple(weights.shape[1:]), f"kendall {of}"))
-
-
-def _weights(scores: Tensor) -> Tensor:
-    """In float64, as the authors have it: in float32 most weights underflow, and what underflows is tied."""
-    return scores.double().softmax(-1)
-
-
-def top_k_recall(reference: Tensor, other: Tensor, k: int) -> Tensor:
-    """|top k of reference & top k of other| / k along the last dimension: (..., T), (..., T) -> (...)"""
-    return (top_k(reference, k) & top_k(other, k)).double().sum(-1) / k
 
 
 def top_k(weights: Tensor, k: int) -> Tensor:
@@ -248,17 +206,12 @@ def _tau(agreement: Tensor, untied_a: Tensor, untied_b: Tensor, shape: Sequence[
 
 def _kendall_by_pairs(a: Tensor, b: Tensor) -> Similarity:
     """The same by its definition, T^2 signs a row."""
-
-    def signs(rows: Tensor) -> Tensor:
-        return (rows[:, :, None] - rows[:, None, :]).sign().flatten(1).float()  # (rows, T * T)
-
     sums = []
     some = max(1, PAIRS // a.size(-1) ** 2)
-    for one, other in zip(a.flatten(0, -2).split(some), b.flatten(0, -2).split(some), strict=True):
-        in_a, in_b = signs(one), signs(other)
-        sums.append(torch.stack([part.double().sum(-1) / 2 for part in (in_a * in_b, in_a.abs(), in_b.abs())]))
-    agreement, untied_a, untied_b = torch.cat(sums, dim=1)
-    return _tau(agreement, untied_a, untied_b, a.shape[:-1])
+    for part in zip(a.flatten(0, -2).split(some), b.flatten(0, -2).split(some), strict=True):
+        in_a, in_b = ((rows[:, :, None] - rows[:, None, :]).sign().flatten(1).float() for rows in part)  # (rows, T * T)
+        sums.append(torch.stack([signs.double().sum(-1) / 2 for signs in (in_a * in_b, in_a.abs(), in_b.abs())]))
+    return _tau(*torch.cat(sums, dim=1), a.shape[:-1])
 
 
 @remembered(3)

@@ -3,13 +3,13 @@
 The cosine with a zero vector is 0, and such cases can be counted; that of an update which is not above the rounding of
 the states it is the difference of is not a number, and counted likewise.
 
-Random numbers are the same however the examples are
-batched, ordered or spread over processes: each is a hash (splitmix64) of a stream name, the example's position in the
-validation set and the component, so baselines need no generator state and a repeated run writes the same bytes.
+Random numbers are the same however the examples are batched, ordered or spread over processes: each is a hash
+(splitmix64) of a stream name, the example's position in the validation set and the component, so baselines need no
+generator state and a repeated run writes the same bytes.
 
 So are all values: an example's is the same to the last bit whatever examples stand beside it. The sum of a row does not
-depend on other rows, but on the row's width; where that is the longest example's, `sum_of_padded` adds up, or rows are
-filled up to whole `STEP`s.
+depend on other rows, but on the row's width; where that is the longest example's, `log_shares` adds from left to right,
+and rows are filled up to whole `STEP`s elsewhere.
 
 Everything here runs on the device of its tensors. On a CPU numpy takes part: its products of rows are made by BLAS in
 one pass, and its draws are several times as fast as torch's.
@@ -30,7 +30,6 @@ from fairseq_icl.metrics import Similarity
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and its two multipliers
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 UNITS = 256
 """Units in the last place of fp32 below which a change is rounding. Rotary scores should not change at all when a query
 moves behind 800 tokens, and change by up to 60 units: the positions' angles are rounded."""
@@ -38,25 +37,9 @@ CELLS = 2**16
 FAR = 2.6
 """The normal quantile is taken as straight in each of so many cells of [0, 1], which is right to 1e-6 up to here; for
 one number in a hundred, beyond, it is computed."""
-CACHED = 2**16
-"""Numbers of one tensor that metrics take at a time: what fits into a processor's cache."""
-STEP = 32
-"""Numbers that BLAS multiplies and adds in one turn: zeros in front, as many as fill whole turns, change no bit."""
-STRETCH = 1024
-"""Numbers whose squares are added up together in fp32."""
-
-
-def sum_of_padded(values: Tensor) -> Tensor:
-    """The sum along the last dimension, from left to right: zeros at either end, however many, change no bit of it.
-
-    `sum` adds in an order that depends on the width. (..., d) -> (...)
-    """
-    return values.cumsum(-1)[..., -1]
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a.b along the last dimension: (..., d), (..., d) -> (...)"""
-    return dots((a, b))[0]
+CACHED = 2**16  # numbers of one tensor that metrics take at a time: what fits into a processor's cache
+STEP = 32  # numbers that BLAS multiplies and adds in one turn: zeros in front that fill whole turns change no bit
+STRETCH = 1024  # numbers whose squares are added up together in fp32
 
 
 def dots(*pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -114,12 +97,7 @@ def l2_norm(x: Tensor) -> Tensor:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """|value - reference| / |reference| over all entries (Euclidean norm); the plain |value| if the reference is zero.
-
-    Args:
-        value: what the statement claims, any shape.
-        reference: what was computed directly, same shape.
-    """
+    """|value - reference| / |reference| over all entries of tensors of one shape; |value| if the reference is zero."""
     scale, distance = l2_norm(reference), l2_norm(value - reference)
     return float(distance / scale) if scale > 0 else float(distance)
 
@@ -128,7 +106,8 @@ def log_shares(scores: Tensor) -> Tensor:
     """log softmax over the options, -inf where an example has fewer; free of how many others have. (..., C) float64"""
     scores = scores.double()
     above = scores - scores.amax(-1, keepdim=True)
-    return above - sum_of_padded(above.exp()).log()[..., None]
+    # Added from left to right, where zeros at the end change no bit: the order of `sum` depends on the width.
+    return above - above.exp().cumsum(-1)[..., -1:].log()
 
 
 def cosine(a: Tensor, b: Tensor) -> Similarity:
@@ -138,7 +117,7 @@ def cosine(a: Tensor, b: Tensor) -> Similarity:
     Both papers' code gives 0 for a zero vector too, by a floor under the product of the norms.
     """
     a, b = a.double(), b.double()  # (..., d)
-    return cosine_of(dot(a, b), dot(a, a), dot(b, b))
+    return cosine_of(*dots((a, b), (a, a), (b, b)))
 
 
 def cosine_of(product: Tensor, a: Tensor, b: Tensor) -> Similarity:
@@ -160,16 +139,9 @@ def where_defined(similarity: Similarity, noise: Tensor) -> Similarity:
 
 def rounding_of(*observations: object) -> float:
     """The change of a vector, in units of its length, that may be rounding in the lowest of their precisions."""
-    found = {getattr(seen, "precision", "fp32") for seen in observations}
-    lowest = next((kind for name, kind in PRECISIONS.items() if name in found), None)
-    return UNITS * torch.finfo(torch.float32).eps + (0.0 if lowest is None else 2 * torch.finfo(lowest).eps)
-
-
-def unit(vector: Tensor) -> Tensor:
-    """x / |x| along the last dimension; the zero vector stays zero. (..., d) -> (..., d) float64"""
-    vector = vector.double()
-    norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-    return vector / torch.where(norm == 0, 1.0, norm)
+    kinds = {"fp32": 0.0, "fp16": 2 * torch.finfo(torch.float16).eps, "bf16": 2 * torch.finfo(torch.bfloat16).eps}
+    lowest = max(kinds.get(getattr(seen, "precision", "fp32"), 0.0) for seen in observations)
+    return UNITS * torch.finfo(torch.float32).eps + lowest
 
 
 def mean_over_heads(similarity: Similarity) -> Similarity:
@@ -177,11 +149,9 @@ def mean_over_heads(similarity: Similarity) -> Similarity:
     undefined = similarity.value.isnan()
     lengths = similarity.lengths
     if lengths is not None:
-        known = [torch.linalg.vector_norm(length.masked_fill(undefined, 0.0), dim=-1) for length in lengths]
-        lengths = (
-            known[0].masked_fill(undefined.all(-1), torch.nan),
-            known[1].masked_fill(undefined.all(-1), torch.nan),
-        )
+        first, second = (torch.linalg.vector_norm(length.masked_fill(undefined, 0.0), dim=-1) for length in lengths)
+        nowhere = undefined.all(-1)
+        lengths = (first.masked_fill(nowhere, torch.nan), second.masked_fill(nowhere, torch.nan))
     # Not nanmean, whose sum has another order of additions.
     value = torch.where(undefined.any(-1), similarity.value.nanmean(-1), similarity.value.mean(-1))
     return Similarity(value, similarity.zero_updates.sum(-1), lengths)
@@ -190,7 +160,7 @@ def mean_over_heads(similarity: Similarity) -> Similarity:
 def uniform(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """Independent uniform numbers on [0, 1): (n,) example positions -> (n, *shape) float64."""
     if example.is_cuda:
-        return _shares_of(_bits_of(example, shape, stream))
+        return _drawn_by_torch(example, shape, stream)
     return torch.from_numpy(_shares(_bits(tuple(example.tolist()), shape, stream)))
 
 
@@ -205,7 +175,7 @@ def uniform_float32(example: Tensor, shape: tuple[int, ...], stream: str) -> Ten
 def gaussian(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
     """Independent standard normal numbers: (n,) example positions -> (n, *shape) float32, quantiles of uniform ones."""
     if example.is_cuda:
-        return _quantile(_shares_of(_bits_of(example, shape, stream))).float()
+        return _quantile(_drawn_by_torch(example, shape, stream)).float()
     bits = _bits(tuple(example.tolist()), shape, stream).reshape(-1)
     cell, within = (bits >> np.uint64(48)).view(np.int64), bits.view(np.uint16)[2::4]  # the first 16 bits, the next 16
     starts, slopes = _quantile_cells()
@@ -232,12 +202,8 @@ def _quantile_cells() -> tuple[np.ndarray, np.ndarray]:
 @lru_cache(maxsize=2)  # the metrics of uniform and of normal updates follow each other and use the same draws
 def _bits(example: tuple[int, ...], shape: tuple[int, ...], stream: str) -> np.ndarray:
     """(n, *shape) uint64; not to be written into"""
-    first = np.array(example, dtype=np.uint64) + np.uint64(_start(stream))
+    first = np.array(example, dtype=np.uint64) + np.uint64(zlib.crc32(stream.encode()) << 32)
     return _mix(_mix(first)[:, None] + _counter(math.prod(shape))).reshape(len(example), *shape)
-
-
-def _start(stream: str) -> int:
-    return zlib.crc32(stream.encode()) << 32
 
 
 @lru_cache(maxsize=4)
@@ -259,25 +225,19 @@ def _shares(bits: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).view(np.int64).astype(np.float64) * 2.0**-53
 
 
-def _bits_of(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
-    """`_bits` by torch, on the device of `example`: the same 64 bits as int64, whose sums and products wrap alike."""
+def _drawn_by_torch(example: Tensor, shape: tuple[int, ...], stream: str) -> Tensor:
+    """`uniform` on the device of `example`: the same 64 bits as int64, whose sums and products wrap alike."""
+
+    def shifted(bits: Tensor, by: int) -> Tensor:  # to the right, zeros moving in: torch moves in the sign
+        return (bits >> by) & (2 ** (64 - by) - 1)
 
     def mix(state: Tensor) -> Tensor:
-        state = state ^ _shifted(state, 30)
+        state = state ^ shifted(state, 30)
         for multiplier, shift in zip(MULTIPLIERS, (27, 31), strict=True):
             state = state * int(multiplier.astype(np.int64))
-            state = state ^ _shifted(state, shift)
+            state = state ^ shifted(state, shift)
         return state
 
-    first = mix(example + int(np.uint64(_start(stream)).astype(np.int64)))
+    first = mix(example + int(np.uint64(zlib.crc32(stream.encode()) << 32).astype(np.int64)))
     counter = torch.arange(1, math.prod(shape) + 1, device=example.device) * int(GOLDEN_GAMMA.astype(np.int64))
-    return mix(first[:, None] + counter).view(len(example), *shape)
-
-
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, zeros moving in: torch moves in the sign."""
-    return (bits >> by) & (2 ** (64 - by) - 1)
-
-
-def _shares_of(bits: Tensor) -> Tensor:
-    return _shifted(bits, 11).double() * 2.0**-53
+    return shifted(mix(first[:, None] + counter), 11).double().view(len(example), *shape) * 2.0**-53

@@ -1,15 +1,14 @@
 """Bootstrap confidence intervals of means, quotients, areas under ROC curves and calibration errors over examples."""
 
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 RESAMPLES = 1000
-AT_ONCE = 100
-"""Resamples that are in memory as float64 together: all of them would take 8 kB an example."""
+AT_ONCE = 100  # resamples in memory as float64 together: all of them would take 8 kB an example
 CONFIDENCE, NORMAL = 0.95, 1.96
 
 
@@ -31,8 +30,10 @@ def resampling_counts(num_examples: int, seed: int = 0, resamples: int = RESAMPL
     return counts
 
 
-def _some_at_a_time(counts: np.ndarray) -> Iterator[np.ndarray]:
-    """(resamples, n) -> parts of it, float64"""
+def _some_at_a_time(counts: np.ndarray, with_all: bool = True) -> Iterator[np.ndarray]:
+    """(resamples, n) -> parts of it, float64; `with_all`: in front of them each example once, (1, n)"""
+    if with_all:
+        yield np.ones((1, counts.shape[1]))
     for start in range(0, len(counts), AT_ONCE):
         yield counts[start : start + AT_ONCE].astype(np.float64)
 
@@ -47,7 +48,7 @@ def bootstrap_ratio(
     examples that have a property; 0 of n and n of n then have Wilson's interval, for every resample is like them.
     """
     value, over_layers = _quotients(numerator.sum(0, keepdims=True), denominator.sum(0, keepdims=True))
-    sums = [(some @ numerator, some @ denominator) for some in _some_at_a_time(counts)]
+    sums = [(some @ numerator, some @ denominator) for some in _some_at_a_time(counts, with_all=False)]
     drawn, drawn_over_layers = _quotients(*(np.concatenate(part) for part in zip(*sums, strict=True)))
     whole = Estimate(over_layers[0], *_interval(drawn_over_layers))
     if is_share and whole.value in (0, 1):
@@ -62,12 +63,10 @@ def bootstrap_auc(scores: np.ndarray, is_class: np.ndarray, counts: np.ndarray) 
     scores (n, classes), is_class (n, classes) bool, counts (resamples, n) -> an estimate of shape (). In a resample an
     example counts as often as it was drawn; a tie counts half.
     """
-
-    def areas(c: int) -> np.ndarray:  # (1 + resamples,): each example once, then the resamples
-        every = chain([np.ones((1, len(scores)))], _some_at_a_time(counts))
-        return np.concatenate([_areas(scores[:, c], is_class[:, c], part) for part in every])
-
-    drawn = np.stack([areas(c) for c in _classes(is_class)])
+    sizes = is_class.sum(0)
+    classes = np.flatnonzero((sizes > 0) & (sizes < len(is_class))).tolist() or [0]  # some have it and others have not
+    areas = [[_areas(scores[:, c], is_class[:, c], part) for part in _some_at_a_time(counts)] for c in classes]
+    drawn = np.stack([np.concatenate(parts) for parts in areas])  # (classes, 1 + resamples)
     over_classes = _quotients(np.nan_to_num(drawn).T, np.isfinite(drawn).T.astype(float))[1]  # (1 + resamples,)
     return Estimate(over_classes[0], *_interval(over_classes[1:]))
 
@@ -79,15 +78,8 @@ def bootstrap_ece(confidence: np.ndarray, is_right: np.ndarray, counts: np.ndarr
     """
     bin_of = np.minimum((confidence * bins).astype(int), bins - 1)
     surplus = (confidence - is_right)[:, None] * (bin_of[:, None] == np.arange(bins))  # (n, bins)
-    every = chain([np.ones((1, len(surplus)))], _some_at_a_time(counts))
-    errors = np.concatenate([np.abs(part @ surplus).sum(1) / part.sum(1) for part in every])
+    errors = np.concatenate([np.abs(part @ surplus).sum(1) / part.sum(1) for part in _some_at_a_time(counts)])
     return Estimate(errors[0], *_interval(errors[1:]))
-
-
-def _classes(is_class: np.ndarray) -> list[int]:
-    """The classes that some examples have and others have not; one class if there is none such."""
-    sizes = is_class.sum(0)
-    return np.flatnonzero((sizes > 0) & (sizes < len(is_class))).tolist() or [0]
 
 
 def _areas(scores: np.ndarray, members: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -115,15 +107,7 @@ def _interval(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Rounded to ten decimals: the last digits depend on how many threads the matrix product used.
     """
-    tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
-    if not np.isnan(drawn).any():
-        low, high = np.quantile(drawn, tails, axis=0).round(10)
-        return low, high
-    columns = drawn.reshape(len(drawn), -1).T
-    limits = np.full((2, len(columns)), np.nan)
-    for i, column in enumerate(columns):
-        defined = column[~np.isnan(column)]
-        if len(defined):
-            limits[:, i] = np.quantile(defined, tails)
-    low, high = limits.round(10).reshape(2, *drawn.shape[1:])
+    quantile = np.nanquantile if np.isnan(drawn).any() else np.quantile
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # nothing but NaN: so is the quantile
+        low, high = quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0).round(10)
     return low, high

@@ -23,31 +23,19 @@ from torch import Tensor
 from fairseq_icl.devices import present_device, within_memory
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory
-from fairseq_icl.metrics import (
-    Calibration,
-    Observation,
-    Outcome,
-    Ranking,
-    Ratio,
-    Similarity,
-    default_names,
-    get_metric,
-    shown_as,
-)
+from fairseq_icl.metrics import Calibration, Observation, Outcome, Ranking, Ratio, Similarity, default_names, get_metric
 from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.metrics.vectors import mean_over_heads
 from fairseq_icl.metrics.weight_space import WeightUpdates
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results.bootstrap import bootstrap_auc, bootstrap_ece, bootstrap_ratio, resampling_counts
-from fairseq_icl.results.table import LENGTH_RATIO, Rows
+from fairseq_icl.results.table import LENGTH_RATIO, NONE, Rows
 from fairseq_icl.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-COMPARED = 50
-"""Examples that metrics see at once: so their memory does not grow with the validation set."""
-TRAINING_EXAMPLES = 100  # the authors look at attention to training tokens for the first 100 examples
+COMPARED = 50  # examples that metrics see at once: so their memory does not grow with the validation set
 
 
 def compare(
@@ -83,10 +71,8 @@ def compare(
         means = table[table["example"].isna() & table["layer"].isna()].set_index("metric")["value"]
         ```
     """
-    settings = prompts.settings
-    precisions = dict.fromkeys(
-        getattr(seen, "precision", "fp32") for seen in (zsl, icl, ft, other_ft) if seen is not None
-    )
+    settings, given = prompts.settings, (zsl, icl, ft, other_ft)
+    precisions = dict.fromkeys(getattr(seen, "precision", "fp32") for seen in given if seen is not None)
     if len(precisions) > 1:
         raise UserError(f"compare: observations in {' and '.join(precisions)}; observe all of them in one precision")
     collector = Collector(metrics, settings)
@@ -96,9 +82,9 @@ def compare(
     for examples in torch.arange(len(zsl)).split(COMPARED):  # what metrics make in between is several times their input
         some = None if weights is None else replace(weights, ft=weights.ft[examples])
         start, stop = int(examples[0]), int(examples[-1]) + 1
-        seen: list[Any] = [None if whole is None else whole.between(start, stop) for whole in (zsl, icl, ft, other_ft)]
+        seen: list[Any] = [None if whole is None else whole.between(start, stop) for whole in given]
         collector.add(examples, *seen[:3], other_ft=seen[3], weights=some)
-        for whole in (zsl, icl, ft, other_ft):
+        for whole in given:
             if whole is not None:
                 whole.release()
     give_back_memory()
@@ -110,31 +96,29 @@ def compare(
 def training_tokens(prompts: Prompts, recorded: Mapping[int, Tensor]) -> TrainingTokens | None:
     """The demonstration tokens that fine-tuning and the prompt share, with their recorded query vectors.
 
-    `recorded`: row of the train file -> (layers, tokens, width), BOS included. None, with a warning, where the two
-    sides cannot be paired: labels of another length were switched in, or nothing fitted into the prompt.
+    None, with a warning, where the two cannot be paired: labels of another length were switched in, or nothing fitted
+    into the prompt. `recorded`: row of the train file -> (layers, tokens, width), BOS included.
     """
-    lengths = [tokens.size(1) for tokens in recorded.values()]
-    rows, spans = prompts.context_rows, prompts.context_spans
     try:
-        return TrainingTokens.align(list(recorded.values()), list(recorded), lengths, rows, spans)
+        return TrainingTokens.align(recorded, prompts.context_rows, prompts.context_spans)
     except ValueError as error:
         logger.warning("attention to training tokens is left out: %s", error)
         return None
 
 
+Seen = dict[str, dict[str, "Series"]]  # values so far by group and name: small, and can be sent between processes
+
+
 class Joined(NamedTuple):
     """All values of one metric, in ascending order of the examples and each example once."""
 
-    examples: np.ndarray
-    """(n,) positions in the validation set"""
-    numerator: np.ndarray
-    """(n, layers), with one column if the metric has no layers"""
-    denominator: np.ndarray
-    """(n, layers)"""
-    zero_updates: np.ndarray
-    """(n,) cosines that were 0 by definition"""
+    examples: np.ndarray  # (n,) positions in the validation set
+    numerator: np.ndarray  # (n, layers), with one column if the metric has no layers
+    denominator: np.ndarray  # (n, layers)
+    zero_updates: np.ndarray  # (n,) cosines that were 0 by definition
 
 
+@dataclass
 class Series:
     """Values of one metric: numerator and denominator an example and layer, so that means and quotients are alike.
 
@@ -142,36 +126,23 @@ class Series:
     whether the class is the right one.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.parts: list[Joined] = []
-        self.kind: type = Tensor
-        """Of the metric's outcomes: a tensor, Similarity, Ratio, Ranking or Calibration."""
-        self.is_per_layer = False
+    parts: list[Joined] = field(default_factory=list)
+    kind: type = Tensor  # of the metric's outcomes: a tensor, Similarity, Ratio, Ranking or Calibration
+    is_per_layer: bool = False
 
     def append(self, example: Tensor, outcome: Outcome) -> None:
         """Take in a metric's outcome for examples (n,)."""
-        self.kind = type(outcome)
-        zero_updates = np.zeros(len(example))
-        if isinstance(outcome, Ratio | Ranking | Calibration):
-            numerator, denominator = (_columns(part) for part in outcome)
-            self.is_per_layer = self.kind is Ratio and outcome[0].ndim == 2
-        else:
-            if isinstance(outcome, Similarity):
-                zero_updates = _columns(outcome.zero_updates).sum(1)
-                outcome = outcome.value
-            self.is_per_layer = outcome.ndim == 2
-            value = _columns(outcome)
+        self.kind, zero_updates = type(outcome), np.zeros(len(example))
+        if isinstance(outcome, Similarity):
+            zero_updates, outcome = _columns(outcome.zero_updates).sum(1), outcome.value
+        if isinstance(outcome, Tensor):
+            value, self.is_per_layer = _columns(outcome), outcome.ndim == 2
             denominator = np.isfinite(value).astype(np.float64)
             numerator = np.where(denominator > 0, value, 0.0)
-        if len(numerator) != len(example):
-            raise ValueError(f"{self.name}: {len(numerator)} values for {len(example)} examples")
+        else:
+            numerator, denominator = (_columns(part) for part in outcome)
+            self.is_per_layer = self.kind is Ratio and outcome[0].ndim == 2
         self.parts.append(Joined(example.cpu().numpy(), numerator, denominator, zero_updates))
-
-    def extend(self, other: "Series") -> None:
-        """Take in another series of the same metric."""
-        self.parts += other.parts
-        self.kind, self.is_per_layer = other.kind, other.is_per_layer
 
     def joined(self) -> Joined:
         """All parts. The order of batches and examples seen twice (fairseq's padding of shards) do not matter."""
@@ -190,18 +161,7 @@ class Series:
 def _columns(values: Tensor) -> np.ndarray:
     """(n,) or (n, layers) -> (n, 1) or (n, layers) float64"""
     array = values.detach().double().cpu().numpy()
-    return array.reshape(len(array), -1) if array.ndim == 1 else array
-
-
-@dataclass
-class Seen:
-    """The values collected so far, by name. Small, and can be sent between processes."""
-
-    metrics: dict[str, Series] = field(default_factory=dict)
-    lengths: dict[str, Series] = field(default_factory=dict)
-    heads: dict[str, Series] = field(default_factory=dict)
-    labels: dict[str, Series] = field(default_factory=dict)
-    sets: dict[str, Series] = field(default_factory=dict)
+    return array[:, None] if array.ndim == 1 else array
 
 
 class Collector:
@@ -211,8 +171,7 @@ class Collector:
         names: Metrics to compute, by default all that the given observations allow.
         settings: Decide what names such as `sim_am_delta` and `sim_aou_random` mean; by default the authors'.
         training: Training tokens, for the metrics on attention to them.
-        training_examples: For how many of the first examples these are computed.
-        seed: Of the bootstrap.
+        training_examples: For how many of the first examples these are computed; the authors take 100.
     """
 
     def __init__(
@@ -220,15 +179,12 @@ class Collector:
         names: Sequence[str] | None = None,
         settings: Settings | None = None,
         training: TrainingTokens | None = None,
-        training_examples: int = TRAINING_EXAMPLES,
-        seed: int = 0,
+        training_examples: int = 100,
     ) -> None:
         self.metrics = {name: get_metric(name, settings) for name in names or default_names(settings)}
-        self.training = training
-        self.training_examples = training_examples
-        self.seed = seed
+        self.training, self.training_examples = training, training_examples
         self.skipped_updates = 0
-        self.seen = Seen()
+        self.seen: Seen = {group: {} for group in ("metrics", "lengths", "heads", "labels", "sets")}
 
     @within_memory("computing metrics")
     def add(
@@ -246,47 +202,58 @@ class Collector:
         `other_ft` is the same examples under a second fine-tuned model (for alpha), `weights` their weight updates.
         Metrics are computed where the last of them was observed: on a GPU too.
         """
-        device = present_device(getattr(zsl if ft is None else ft, "device", "cpu"))
         example = torch.as_tensor(example, dtype=torch.long)
+        device = present_device(getattr(zsl if ft is None else ft, "device", "cpu"))
         if device != "cpu":
-            zsl, icl, example = zsl.on(device), icl.on(device), example.to(device)
-            ft, other_ft = (None if seen is None else seen.on(device) for seen in (ft, other_ft))
-            weights = None if weights is None else weights.on(device)
-            self.training = None if self.training is None else self.training.on(device)
+            given: list[Any] = [zsl, icl, ft, other_ft, weights, self.training]
+            given = [part if part is None else part.on(device) for part in given]
+            zsl, icl, ft, other_ft, weights, self.training = given
+            example = example.to(device)
         conditions = {name: seen for name, seen in {"zsl": zsl, "icl": icl, "ft": ft}.items() if seen is not None}
-        attention = self._training_attention(example, icl, ft)
-        given = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
-        extras: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        attention, first = None, torch.nonzero(example < self.training_examples).flatten()
+        if self.training is not None and ft is not None and len(first) == len(example):
+            attention = TrainingAttention.of(example, icl, ft, self.training)
+        elif self.training is not None and ft is not None and len(first):
+            attention = TrainingAttention.of(example[first], icl.take(first), ft.take(first), self.training)
+        extras: dict[str, Any] = {"example": example, "other_ft": other_ft, "weights": weights, "attention": attention}
+        extras = {name: extra for name, extra in extras.items() if extra is not None}
         # Those of all conditions first: what the others need is found on their way, and remembered.
         for name, metric in sorted(self.metrics.items(), key=lambda item: -len(item[1].conditions)):
-            if set(metric.conditions) <= conditions.keys() and set(metric.needs) <= extras.keys():
-                observations = [conditions[name] for name in metric.conditions]
-                if not metric.can_read(observations):
-                    continue
+            if not (set(metric.conditions) <= conditions.keys() and set(metric.needs) <= extras.keys()):
+                continue
+            observations = [conditions[name] for name in metric.conditions]
+            if metric.can_read(observations):
                 outcome = metric.compute(*observations, **{extra: extras[extra] for extra in metric.needs})
-                seen = extras["attention"].example if "attention" in metric.needs else example
-                if isinstance(outcome, Similarity) and outcome.value.ndim == 3:  # (n, layers, heads)
-                    for head, values in enumerate(outcome.value.unbind(2)):
-                        self.seen.heads.setdefault(f"{name}_{head}", Series(name)).append(seen, values)
-                    outcome = mean_over_heads(outcome)
-                self.seen.metrics.setdefault(name, Series(name)).append(seen, outcome)
-                if isinstance(outcome, Similarity) and outcome.lengths is not None:
-                    # A quotient of sums; an example whose lengths are not finite takes no part.
-                    finite = outcome.lengths[0].isfinite() & outcome.lengths[1].isfinite()
-                    first, second = (torch.where(finite, length, 0.0) for length in outcome.lengths)
-                    self.seen.lengths.setdefault(name, Series(name)).append(seen, Ratio(second, first))
-        labels = {f"prediction_{name}": observation.prediction for name, observation in conditions.items()}
-        for name, predicted in (labels | {"gold": zsl.gold}).items():
-            self.seen.labels.setdefault(name, Series(name)).append(example, predicted)
-        for name, members in prediction_sets(zsl, icl, ft)._asdict().items() if ft is not None else ():
-            self.seen.sets.setdefault(name, Series(name)).append(example, members)
+                which = extras["attention"].example if "attention" in metric.needs else example
+                self._put("metrics", name, which, outcome)
+        for name, seen in conditions.items():
+            self._put("labels", f"prediction_{name}", example, seen.prediction)
+        self._put("labels", "gold", example, zsl.gold)
+        for name, members in prediction_sets(zsl, icl, ft).items() if ft is not None else ():
+            self._put("sets", name, example, members)
 
-    def merge(self, other: "Collector | Seen") -> "Collector":
-        """Take in what another collector, or that of another process (its `seen`), has seen; returns self."""
-        seen = other.seen if isinstance(other, Collector) else other
-        for kind, own in vars(self.seen).items():
-            for name, series in getattr(seen, kind).items():
-                own.setdefault(name, Series(name)).extend(series)
+    def _put(self, group: str, name: str, example: Tensor, outcome: Outcome) -> None:
+        """Take in what a metric makes of examples (n,): its values, those of single heads, and lengths."""
+        if isinstance(outcome, Similarity) and outcome.value.ndim == 3:  # (n, layers, heads)
+            for head, values in enumerate(outcome.value.unbind(2)):
+                self._put("heads", f"{name}_{head}", example, values)
+            outcome = mean_over_heads(outcome)
+        size = len(outcome if isinstance(outcome, Tensor) else outcome[0])
+        if size != len(example):
+            raise ValueError(f"{name}: {size} values for {len(example)} examples")
+        self.seen[group].setdefault(name, Series()).append(example, outcome)
+        if isinstance(outcome, Similarity) and outcome.lengths is not None:
+            # A quotient of sums; an example whose lengths are not finite takes no part.
+            finite = outcome.lengths[0].isfinite() & outcome.lengths[1].isfinite()
+            first, second = (torch.where(finite, length, 0.0) for length in outcome.lengths)
+            self._put("lengths", name, example, Ratio(second, first))
+
+    def merge(self, seen: Seen) -> "Collector":
+        """Take in what another collector, perhaps of another process, has `seen`; returns self."""
+        for group, found in seen.items():
+            for name, series in found.items():
+                own = self.seen[group].setdefault(name, Series(kind=series.kind, is_per_layer=series.is_per_layer))
+                own.parts += series.parts
         return self
 
     def table(
@@ -298,78 +265,67 @@ class Collector:
         and a metric that has none, has a missing `layer`. Metrics ending in `_f2t` are means over the examples that
         are wrong under ZSL and right under ICL and FT.
         """
-        rows = Rows()
+        rows, labels = Rows(), self.seen["labels"]
         for name in self.metrics:
-            if name in self.seen.metrics:
-                self._add_metric(rows, name, self.seen.metrics[name])
-        for name, series in self.seen.heads.items():
-            self._add_means(rows, name, series, np.ones(len(series.joined().examples), dtype=bool))
-        for name, series in self.seen.labels.items():
-            rows.add_examples(name, series.joined().examples, series.values())
-        counts = {name: series.values().sum() for name, series in self.seen.sets.items()}
-        if "prediction_ft" in self.seen.labels:
-            counts["labels_ft"] = len(np.unique(self.seen.labels["prediction_ft"].values()))
-        if "gold" in self.seen.labels:
-            counts["examples"] = len(self.seen.labels["gold"].joined().examples)
+            if name in self.seen["metrics"]:
+                self._add_metric(rows, name, self.seen["metrics"][name])
+        for name, series in self.seen["heads"].items():
+            _add_means(rows, name, series)
+        for name, series in labels.items():
+            rows.add(name, series.values(), example=series.joined().examples[:, None])
+        counts = {name: series.values().sum() for name, series in self.seen["sets"].items()}
+        if "prediction_ft" in labels:
+            counts["labels_ft"] = len(np.unique(labels["prediction_ft"].values()))
+        if "gold" in labels:
+            counts["examples"] = len(labels["gold"].joined().examples)
         if self.skipped_updates:
             counts["skipped_updates"] = self.skipped_updates
         if self.training is not None:
             counts["training_tokens"] = len(self.training.demonstration)
-            counts["top_tokens"] = self.training.used_top_tokens
-            counts["top_examples"] = self.training.used_top_examples
+            counts["top_tokens"], counts["top_examples"] = self.training.used_tops
         for name, count in counts.items():
             rows.add(name, count)
         return rows.frame(dataset=dataset, seed=seed, permutation=permutation, method=method, init=init)
-
-    def _training_attention(
-        self, example: Tensor, icl: Observation, ft: Observation | None
-    ) -> TrainingAttention | None:
-        """Attention to training tokens of those examples of the batch that are among the first `training_examples`."""
-        chosen = torch.nonzero(example < self.training_examples).flatten()
-        if self.training is None or ft is None or len(chosen) == 0:
-            return None
-        if len(chosen) < len(example):
-            example, icl, ft = example[chosen], icl.take(chosen), ft.take(chosen)
-        return TrainingAttention.of(example, icl, ft, self.training)
 
     def _add_metric(self, rows: Rows, name: str, series: Series) -> None:
         """Means, counts and single values of one metric."""
         examples, scores, is_class, zero_updates = series.joined()
         if series.kind in (Ranking, Calibration):  # it has a value for all examples together only
-            counts = resampling_counts(len(examples), self.seed)
-            whole = (
-                bootstrap_auc(scores, is_class > 0, counts)
-                if series.kind is Ranking
-                else bootstrap_ece(scores[:, 0], is_class[:, 0], counts)
-            )
+            counts = resampling_counts(len(examples))
+            if series.kind is Ranking:
+                whole = bootstrap_auc(scores, is_class > 0, counts)
+            else:
+                whole = bootstrap_ece(scores[:, 0], is_class[:, 0], counts)
             rows.add(name, *whole)
             if np.isnan(whole.value):
                 rows.add(f"undefined_{name}", 1)
             return
-        beside = f"{LENGTH_RATIO}{name}", self.seen.lengths.get(name)
-        everyone = np.ones(len(examples), dtype=bool)
-        self._add_means(rows, name, series, everyone)
-        self._add_means(rows, *beside, everyone)
-        rows.add_examples(name, examples, series.values(), series.is_per_layer)
+        ratio, lengths = f"{LENGTH_RATIO}{name}", self.seen["lengths"].get(name)
+        _add_means(rows, name, series, is_share=self.metrics[name].unit == "percent")
+        _add_means(rows, ratio, lengths)
+        values = series.values()
+        layer = np.arange(values.shape[1]) if series.is_per_layer else NONE
+        rows.add(name, values, layer=layer, example=examples[:, None])
         if series.kind is Similarity:
             rows.add(f"zero_updates_{name}", zero_updates.sum())
-        if "both_f2t" in self.seen.sets and series.kind is not Ratio and not name.startswith("accuracy"):
-            subset = self.seen.sets["both_f2t"]
+        if "both_f2t" in self.seen["sets"] and series.kind is not Ratio and not name.startswith("accuracy"):
+            subset = self.seen["sets"]["both_f2t"]
             chosen = np.isin(examples, subset.joined().examples[subset.values()[:, 0] > 0])
-            self._add_means(rows, f"{name}_f2t", series, chosen)
-            self._add_means(rows, f"{beside[0]}_f2t", beside[1], chosen)
+            _add_means(rows, f"{name}_f2t", series, chosen)
+            _add_means(rows, f"{ratio}_f2t", lengths, chosen)
 
-    def _add_means(self, rows: Rows, name: str, series: Series | None, chosen: np.ndarray) -> None:
-        """The mean over the chosen examples, and over layers; nothing if there is no such example, or no series."""
-        if series is None or not chosen.any():
-            return
-        _, numerator, denominator, _ = (column[chosen] for column in series.joined())
-        counts = resampling_counts(int(chosen.sum()), self.seed)
-        is_share = shown_as(name)[1] == "percent"
-        layers, overall = bootstrap_ratio(numerator, denominator, counts, is_share)
-        rows.add(name, *overall)
-        if series.is_per_layer:
-            rows.add(name, *layers, is_per_layer=True)
-        undefined = int(np.isnan(overall.value)) if series.kind is Ratio else int((denominator == 0).sum())
-        if undefined:
-            rows.add(f"undefined_{name}", undefined)
+
+def _add_means(
+    rows: Rows, name: str, series: Series | None, chosen: np.ndarray | slice = slice(None), is_share: bool = False
+) -> None:
+    """The mean over the chosen examples, and over layers; nothing if there is no such example, or no series."""
+    if series is None or len(series.joined().examples[chosen]) == 0:
+        return
+    examples, numerator, denominator, _ = (column[chosen] for column in series.joined())
+    layers, overall = bootstrap_ratio(numerator, denominator, resampling_counts(len(examples)), is_share)
+    rows.add(name, *overall)
+    if series.is_per_layer:
+        rows.add(name, *layers, layer=np.arange(len(layers.value)))
+    undefined = int(np.isnan(overall.value)) if series.kind is Ratio else int((denominator == 0).sum())
+    if undefined:
+        rows.add(f"undefined_{name}", undefined)

@@ -21,25 +21,17 @@ from fairseq_icl.files import write_atomically
 from fairseq_icl.metrics import shown_as
 from fairseq_icl.settings import nearest
 
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "fairseq-icl",  # the same figure has the same bytes
-    "figure.constrained_layout.use": True,
-    "text.parse_math": False,  # names are names: $ is a letter in them
-    "axes.formatter.use_mathtext": False,
-}
+STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.use_mathtext": False}
+STYLE["svg.hashsalt"] = "fairseq-icl"  # the same figure has the same bytes
+STYLE["text.parse_math"] = False  # names are names: $ is a letter in them
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
 # Dark to light, told apart by any eye and in print.
 COLOURS = ("#1b3a57", "#b5502a", "#4f7942", "#7b5ea7", "#8c6d1f", "#5a5a5a", "#2a8c8c", "#a03060")
 PANEL = (3.0, 2.5)
 PER_ROW = 3
-LEGEND_ENTRY = 2.5
-"""Inches that an entry of the legend takes."""
+LEGEND_ENTRY = 2.5  # inches
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,7 @@ class Drawing:
         figure = self.figure
         with mpl.rc_context(STYLE):
             figure.set_dpi(options.get("dpi", figure.get_dpi()))
-            layout = figure.get_layout_engine()
-            if layout is not None:  # savefig would draw everything twice to lay it out
+            if layout := figure.get_layout_engine():  # savefig would draw everything twice to lay it out
                 layout.execute(figure)
                 figure.set_layout_engine("none")
             figure.savefig(target, **options)

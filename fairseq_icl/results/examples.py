@@ -18,8 +18,7 @@ from fairseq_icl.results.collector import training_tokens
 
 KEPT = 6
 TOP_TOKENS = 8
-Spell = Callable[[Sequence[int]], list[str]]
-"""Tokens -> the text of each."""
+Spell = Callable[[Sequence[int]], list[str]]  # tokens -> the text of each
 
 
 def most_disagreeing(prompts: Prompts, zsl: Any, icl: Any, ft: Any, spell: Spell, kept: int = KEPT) -> dict[str, Any]:
@@ -35,27 +34,19 @@ def most_disagreeing(prompts: Prompts, zsl: Any, icl: Any, ft: Any, spell: Spell
         query = prompts.queries[number]
         size = len(query.labels)
         shares = {name: [round(x, 4) for x in of[number, :size].tolist()] for name, of in probabilities.items()}
-        example: dict[str, Any] = {"row": query.row, "gold": query.gold}
-        example["disagreement"] = round(float(distance[number]), 4)
-        if query.shared_input:
-            texts, example["query"] = query.labels, "".join(spell(query.inputs[0]))
-        else:
-            texts = tuple((*tokens, *label) for tokens, label in zip(query.inputs, query.labels, strict=True))
-            example["query"] = ""
-        example["options"] = ["".join(spell(tokens)) for tokens in texts]
+        texts, text = query.labels, query.inputs[0]
+        if not query.shared_input:
+            text, texts = (), tuple((*own, *label) for own, label in zip(query.inputs, query.labels, strict=True))
+        example = {"row": query.row, "gold": query.gold, "disagreement": round(float(distance[number]), 4)}
+        example |= {"query": "".join(spell(text)), "options": ["".join(spell(tokens)) for tokens in texts]}
         examples.append(example | {"probabilities": shares} | attention)
-    return {"demonstrations": _demonstrations(prompts, training, spell), "examples": examples}
-
-
-def _demonstrations(prompts: Prompts, training: TrainingTokens | None, spell: Spell) -> list[list[str]]:
-    """The tokens of each demonstration; of those that both sides saw, where there are weights."""
-    if training is None:
-        return [spell(prompts.context[start:end]) for start, end in prompts.context_spans]
-    shown: list[list[str]] = [[] for _ in range(int(training.demonstration.max()) + 1)]
-    tokens = spell([prompts.context[position] for position in training.context_position.tolist()])
-    for number, token in zip(training.demonstration.tolist(), tokens, strict=True):
-        shown[number].append(token)
-    return shown
+    shown = [spell(prompts.context[start:end]) for start, end in prompts.context_spans]
+    if training is not None:  # the tokens that both sides saw
+        shown = [[] for _ in range(int(training.demonstration.max()) + 1)]
+        tokens = spell([prompts.context[position] for position in training.context_position.tolist()])
+        for number, token in zip(training.demonstration.tolist(), tokens, strict=True):
+            shown[number].append(token)
+    return {"demonstrations": shown, "examples": examples}
 
 
 def _weights(chosen: Tensor, icl: Observation, ft: Observation, training: TrainingTokens) -> list[dict[str, Any]]:
@@ -64,11 +55,10 @@ def _weights(chosen: Tensor, icl: Observation, ft: Observation, training: Traini
     sides = {"icl": (seen.icl_examples, seen.icl_tokens), "ft": (seen.ft_examples, seen.ft_tokens)}
     found: list[dict[str, Any]] = [{} for _ in chosen]
     for side, (demonstrations, tokens) in sides.items():
-        top = tokens.double().nan_to_num().sort(dim=-1, descending=True, stable=True)
-        heaviest = torch.stack([top.indices, _thousandths(top.values)], dim=-1)[:, :, :TOP_TOKENS]  # (n, L, top, 2)
-        for number, example in enumerate(found):
-            shares = _thousandths(demonstrations[number]).tolist()
-            example[side] = {"demonstrations": shares, "tokens": heaviest[number].tolist()}
+        values, places = tokens.double().nan_to_num().sort(dim=-1, descending=True, stable=True)
+        heaviest = torch.stack([places, _thousandths(values)], dim=-1)[:, :, :TOP_TOKENS]  # (n, L, top, 2)
+        for example, shares, top in zip(found, _thousandths(demonstrations).tolist(), heaviest.tolist(), strict=True):
+            example[side] = {"demonstrations": shares, "tokens": top}
     return found
 
 

@@ -25,6 +25,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,6 @@ GRADIENT_COLUMNS = (*FIRST_COLUMNS, "update", "weight", "whole_layer")
 READ_COLUMNS = (GRADIENT_COLUMNS, FIRST_COLUMNS, (*FIRST_COLUMNS, "update", "weight"))
 """Those of a record, and of records made before steps, and before whole layers, were looked at."""
 GRADIENT_METADATA = b"fairseq_icl_gradients"
-SAMPLED_VALUES = 16
 ROWS_WRITTEN_EVERY_STEP = 50_000
 
 
@@ -62,7 +62,7 @@ def trained_parameters(decoder: Any) -> "list[tuple[int, str, nn.Parameter]]":
 def describe(decoder: Any) -> dict[str, Any]:
     """What tells models apart: the number of layers, and of every frozen weight its shape and first values."""
     frozen = {
-        name: [list(parameter.shape), parameter.detach().flatten()[:SAMPLED_VALUES].half().tolist()]
+        name: [list(parameter.shape), parameter.detach().flatten()[:16].half().tolist()]
         for name, parameter in decoder.named_parameters()
         if not parameter.requires_grad
     }
@@ -73,14 +73,11 @@ def describe(decoder: Any) -> dict[str, Any]:
 def checked_record(path: str, decoder: Any) -> pd.DataFrame:
     """The record in a file, which must have been made with this model."""
     table, model = read_gradient_record(path)
-    this_model = describe(decoder)
-    if model.get("layers") != this_model["layers"]:
-        raise UserError(
-            f"{path}: recorded with a model of {model.get('layers')} layers, this one has {this_model['layers']}"
-        )
-    recorded = model.get("frozen", {})
-    for name in sorted(set(recorded) & set(this_model["frozen"])):
-        if recorded[name] != this_model["frozen"][name]:
+    layers, frozen = describe(decoder).values()
+    if model.get("layers") != layers:
+        raise UserError(f"{path}: recorded with a model of {model.get('layers')} layers, this one has {layers}")
+    for name, values in sorted(model.get("frozen", {}).items()):
+        if values != frozen.get(name, values):
             raise UserError(f"{path}: recorded with another model ({name} differs); record again with this one")
     return table
 
@@ -96,8 +93,7 @@ class Update:
     sample_size: int
     updates: Sequence[float] = ()
     weights: Sequence[float] = ()
-    whole_layers: Sequence[float] | None = None
-    """One a layer, if they were looked at."""
+    whole_layers: Sequence[float] | None = None  # one a layer, if they were looked at
 
 
 class GradientRecorder:
@@ -108,8 +104,7 @@ class GradientRecorder:
         parameters = trained_parameters(decoder)
         self.layers = [layer for layer, _, _ in parameters]
         self.parameters = [name for _, name, _ in parameters]
-        self._before: list[pd.DataFrame] = []
-        self._updates: list[Update] = []
+        self._updates: list[tuple[Sequence[Any], ...]] = []  # GRADIENT_COLUMNS of each one's rows
         self._written = 0
         if path is not None:  # also at the end of a process of torch.multiprocessing, where atexit does nothing
             Finalize(self, self.flush, exitpriority=1)
@@ -118,10 +113,13 @@ class GradientRecorder:
         """Take in one update."""
         if self.path is not None and not self._updates and update.step > 0:
             self._resume(self.path, update.step)
-        self._updates.append(update)
+        width, whole = len(self.layers), update.whole_layers
+        first = [update.step] * width, [update.demonstration] * width, self.layers, self.parameters, update.norms
+        then = [update.loss_sum] * width, [update.sample_size] * width, update.updates, update.weights
+        last = [math.nan if whole is None else whole[layer] for layer in self.layers]
+        self._updates.append((*first, *then, last))
         # Small records are written at every step; large ones when they have grown by a part, and in `flush`.
-        rows = len(self._updates) * len(self.layers)
-        if rows <= ROWS_WRITTEN_EVERY_STEP or len(self._updates) > 1.1 * self._written:
+        if len(self._updates) * width <= ROWS_WRITTEN_EVERY_STEP or len(self._updates) > 1.1 * self._written:
             self.flush()
 
     def flush(self) -> None:
@@ -135,23 +133,8 @@ class GradientRecorder:
 
     def table(self) -> pd.DataFrame:
         """All updates so far."""
-        width, updates = len(self.layers), self._updates
-        unknown = dict.fromkeys(self.layers, math.nan)
-        whole = [[(update.whole_layers or unknown)[layer] for layer in self.layers] for update in updates]
-        columns = (
-            np.repeat(np.array([update.step for update in updates], dtype=np.int64), width),
-            np.repeat(np.array([update.demonstration for update in updates], dtype=object), width),
-            np.tile(self.layers, len(updates)),
-            np.tile(np.array(self.parameters, dtype=object), len(updates)),
-            np.array([update.norms for update in updates], dtype=np.float64).reshape(-1),
-            np.repeat(np.array([update.loss_sum for update in updates], dtype=np.float64), width),
-            np.repeat(np.array([update.sample_size for update in updates], dtype=np.int64), width),
-            np.array([update.updates for update in updates], dtype=np.float64).reshape(-1),
-            np.array([update.weights for update in updates], dtype=np.float64).reshape(-1),
-            np.array(whole, dtype=np.float64).reshape(-1),
-        )
-        table = pd.DataFrame(dict(zip(GRADIENT_COLUMNS, columns, strict=True)))
-        return pd.concat([*self._before, table], ignore_index=True) if self._before else table
+        columns = ([*chain.from_iterable(parts)] for parts in zip(*self._updates, strict=True))
+        return pd.DataFrame(dict(zip(GRADIENT_COLUMNS, columns, strict=False)), columns=GRADIENT_COLUMNS)
 
     def _resume(self, path: Path, step: int) -> None:
         """Keep what an interrupted run recorded before `step`, if this model's record is there."""
@@ -161,7 +144,7 @@ class GradientRecorder:
         for _, rows in table[table["step"] < step].groupby("step"):
             if rows["parameter"].tolist() != self.parameters or rows["layer"].tolist() != self.layers:
                 raise UserError(f"--record-gradients {path}: holds another run; move it away")
-            self._before.append(rows)
+            self._updates.append(tuple(rows[name].tolist() for name in GRADIENT_COLUMNS))
 
 
 def read_gradient_record(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:

@@ -26,28 +26,15 @@ from fairseq_icl import __version__
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of, sha256_of, write_atomically
 
-COLUMNS: dict[str, str] = {
-    "dataset": "str",
-    "seed": "int64",
-    "permutation": "int64",
-    "method": "str",
-    "init": "str",
-    "metric": "str",
-    "layer": "Int64",
-    "example": "Int64",
-    "value": "float64",
-    "low": "Float64",
-    "high": "Float64",
-}
+COLUMNS = {"dataset": "str", "seed": "int64", "permutation": "int64", "method": "str", "init": "str", "metric": "str"}
+COLUMNS |= {"layer": "Int64", "example": "Int64", "value": "float64", "low": "Float64", "high": "Float64"}
 """Columns of the table and their pandas types; those with a capital letter may be missing."""
 
 METADATA_KEY = b"fairseq_icl"
-CURVE_COLUMNS = ("demonstrations", "metric", "value", "low", "high")
-"""Columns of the curves over the demonstrations; training/dynamics.py makes them."""
-LENGTH_RATIO = "length_ratio_"
-"""Beginning of the name of what stands beside a cosine: how long its second vector is in units of the first."""
+CURVE_COLUMNS = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
+"""Columns of the curves over the demonstrations and their types; training/dynamics.py makes them."""
+LENGTH_RATIO = "length_ratio_"  # NAME: beside a cosine, how long its second vector is in units of the first
 CSV_COMMENT = "# fairseq_icl "
-VERSIONS_OF = ("torch", "numpy", "fairseq", "fairseq-fixed")
 
 
 def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str, Any]) -> None:
@@ -60,15 +47,13 @@ def write_results(path: str | Path, table: pd.DataFrame, provenance: Mapping[str
     if table["value"].isna().any():
         raise ValueError("a table must not contain undefined values: leave the row out and count it")
     described = json.dumps(provenance, sort_keys=True, default=str)
-    content = io.BytesIO()
     if path.suffix == ".csv":
         rows = table.to_csv(index=False, lineterminator="\n")
-        content.write(f"{CSV_COMMENT}{described}\n{rows}".encode())
+        write_atomically(path, f"{CSV_COMMENT}{described}\n{rows}")
     else:
         arrow = pa.Table.from_pandas(table, preserve_index=False)
         arrow = arrow.replace_schema_metadata({METADATA_KEY: described.encode()})
-        pq.write_table(arrow, content, compression="zstd", write_page_checksum=True)
-    write_atomically(path, content.getbuffer())
+        write_atomically(path, lambda new: pq.write_table(arrow, new, compression="zstd", write_page_checksum=True))
 
 
 def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -92,7 +77,8 @@ def read_results(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
         if path.suffix == ".csv":
             first, _, rest = path.read_text(encoding="utf-8").partition("\n")
             described = first.removeprefix(CSV_COMMENT) if first.startswith(CSV_COMMENT) else None
-            table = pd.read_csv(io.StringIO(rest), dtype=COLUMNS, keep_default_na=False, na_values=_MISSING)
+            missing = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper()}
+            table = pd.read_csv(io.StringIO(rest), dtype=COLUMNS, keep_default_na=False, na_values=missing)
         else:
             arrow = _read_parquet(path)
             described = (arrow.schema.metadata or {}).get(METADATA_KEY)
@@ -137,9 +123,6 @@ def _grid(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.pivot(index="example", columns="layer", values="value").reindex(columns=layers)
 
 
-_MISSING = {column: [""] for column, kind in COLUMNS.items() if kind[0].isupper()}
-
-
 def means(table: pd.DataFrame, layers: bool = False) -> pd.DataFrame:
     """The rows of a table that are means over examples, and counts.
 
@@ -171,7 +154,7 @@ def provenance(
     And what rounding depends on, which fine-tuning at the papers' rates amplifies: threads, device and precision.
     """
     versions = {"fairseq_icl": __version__, "python": platform.python_version()}
-    for name in VERSIONS_OF:
+    for name in ("torch", "numpy", "fairseq", "fairseq-fixed"):
         with suppress(PackageNotFoundError):  # one of fairseq and fairseq-fixed is there, not both
             versions[name] = version(name)
     machine: dict[str, Any] = {}
@@ -189,17 +172,14 @@ def provenance(
 
 
 def _git_state(package: Path) -> dict[str, Any] | None:
-    """Commit of the package's repository and whether the package was changed since; None if it is not in one.
-
-    A package installed into someone else's repository (a .venv in it) is not tracked there: that commit is not ours.
-    """
+    """Commit of the package's repository and whether the package was changed since; None if none tracks the package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")
+        git("ls-files", "--error-unmatch", "__init__.py")  # the repository may be that of who installed it in a .venv
         return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -207,8 +187,7 @@ def _git_state(package: Path) -> dict[str, Any] | None:
 
 def write_curve(path: Path, curve: pd.DataFrame) -> None:
     """Write a curve over the demonstrations as Parquet."""
-    kinds = {"demonstrations": "int64", "metric": "str", "value": "float64", "low": "float64", "high": "float64"}
-    arrow = pa.Table.from_pandas(curve.astype(kinds), preserve_index=False)
+    arrow = pa.Table.from_pandas(curve.astype(CURVE_COLUMNS), preserve_index=False)
     write_atomically(path, lambda unfinished: pq.write_table(arrow, unfinished, write_page_checksum=True))
 
 
@@ -227,20 +206,15 @@ def text_table(lines: Sequence[Sequence[object]], *, names: int | None = None) -
     below the head are text.
     """
     cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = [
-        column < names if names is not None else all(isinstance(line[column], str) for line in lines[1:])
-        for column in range(len(widths))
-    ]
-    padded = [
-        "  ".join(x.ljust(w) if at_left else x.rjust(w) for x, w, at_left in zip(line, widths, left, strict=True))
-        for line in cells
-    ]
-    return "\n".join(line.rstrip() for line in padded)
+    padded = []
+    for number, column in enumerate(zip(*cells, strict=True)):
+        width, is_text = max(map(len, column)), all(isinstance(line[number], str) for line in lines[1:])
+        at_left = is_text if names is None else number < names
+        padded.append([cell.ljust(width) if at_left else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 NONE = -1  # stands for a missing layer or example until the table is made
-NAN = np.array(np.nan)
 
 
 class Rows:
@@ -250,18 +224,17 @@ class Rows:
         self.blocks: list[tuple[Any, ...]] = []
 
     def add(
-        self, metric: str, value: Any, low: Any = np.nan, high: Any = np.nan, *, is_per_layer: bool = False
+        self, metric: str, value: Any, low: Any = np.nan, high: Any = np.nan, *, layer: Any = NONE, example: Any = NONE
     ) -> None:
-        """A mean over examples with its interval (of each layer, (layers,), or over all), or a count."""
-        columns = [np.atleast_1d(np.asarray(column, dtype=np.float64)) for column in (value, low, high)]
-        self._add(metric, np.arange(len(columns[0])) if is_per_layer else NONE, NONE, *columns)
+        """A row for every defined value: a number, those of layers, or of examples and layers (n, L).
 
-    def add_examples(self, metric: str, examples: np.ndarray, values: np.ndarray, per_layer: bool = False) -> None:
-        """One row an example (n,) and column of values (n, layers)."""
-        layers = np.arange(values.shape[1]) if per_layer else np.array([NONE])
-        self._add(
-            metric, np.tile(layers, len(examples)), np.repeat(examples, values.shape[1]), values.ravel(), NAN, NAN
-        )
+        The other columns are of a shape that goes with it: layers (L,), examples (n, 1).
+        """
+        value = np.asarray(value, dtype=np.float64)
+        defined = ~np.isnan(value)
+        if defined.any():
+            columns = (np.broadcast_to(column, value.shape)[defined] for column in (layer, example, value, low, high))
+            self.blocks.append((metric, *columns))
 
     def frame(self, **identity: str | int) -> pd.DataFrame:
         """All rows as a table, with the same `identity` columns (dataset, seed, ...) in each, in front."""
@@ -269,23 +242,12 @@ class Rows:
         names, *columns = map(list, zip(*self.blocks, strict=True))
         self.blocks.clear()  # the parts of a column go as soon as it is joined: the table is the largest thing there is
         layer, example, value, low, high = (np.concatenate(columns.pop(0)) for _ in range(5))
-        frame = pd.DataFrame(
-            {
-                "metric": pd.Series(names).array.repeat(sizes),
-                "layer": pd.arrays.IntegerArray(layer, layer == NONE),
-                "example": pd.arrays.IntegerArray(example, example == NONE),
-                "value": value,
-                "low": pd.array(low, dtype="Float64"),
-                "high": pd.array(high, dtype="Float64"),
-            }
-        )
-        for place, (name, content) in enumerate(identity.items()):
-            frame.insert(place, name, content)
-        return frame
-
-    def _add(self, metric: str, layer: np.ndarray | int, example: np.ndarray | int, *numbers: np.ndarray) -> None:
-        """Rows with defined values: layer and example of each, and value, low and high."""
-        defined = ~np.isnan(numbers[0])
-        if defined.any():
-            columns = (np.broadcast_to(column, defined.shape)[defined] for column in (layer, example, *numbers))
-            self.blocks.append((metric, *columns))
+        table: dict[str, Any] = {
+            "metric": pd.Series(names).array.repeat(sizes),
+            "layer": pd.arrays.IntegerArray(layer, layer == NONE),
+            "example": pd.arrays.IntegerArray(example, example == NONE),
+            "value": value,
+            "low": pd.array(low, dtype="Float64"),
+            "high": pd.array(high, dtype="Float64"),
+        }
+        return pd.DataFrame(identity | table)

@@ -5,19 +5,9 @@ this process imports it as well. It is the one place that changes fairseq's comm
 """
 
 from fairseq_icl import compat
-from fairseq_icl.criterions import icl_similarity, layer_causal_ce, match_icl
+from fairseq_icl.criterions import icl_similarity, layer_causal_ce
 from fairseq_icl.models import attention, linearized_lm, pretrained_lm
 from fairseq_icl.tasks import demonstration_prompting
 from fairseq_icl.tasks.restore import restore
 
 compat.apply(restore)
-
-__all__ = [
-    "attention",
-    "demonstration_prompting",
-    "icl_similarity",
-    "layer_causal_ce",
-    "linearized_lm",
-    "match_icl",
-    "pretrained_lm",
-]

@@ -38,69 +38,51 @@ from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softm
 logger = logging.getLogger(__name__)
 
 TEXT = Optional[str]  # noqa: UP045 - what fairseq's parser knows
-DemonstrationPromptingConfig = make_dataclass(
-    "DemonstrationPromptingConfig",
-    [
-        flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
-        flag(
-            "dataset",
-            str,
-            MISSING,
-            "dataset of the catalogue (fairseq-icl datasets), NAME of DATA/NAME.yaml, or path of a YAML",
-        ),
-        ("seed", int, field(default=II("common.seed"))),
-        flag(
-            "base_model",
-            TEXT,
-            None,
-            "checkpoint of the pretrained model with dict.txt beside it, or a Hugging Face folder (default in "
-            "fairseq-validate: the one that the fine-tuned checkpoint names)",
-            argparse_alias="--pretrained",
-        ),
-        flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
-        # fairseq's own flags; those of files do not admit None in its configuration: hence "".
-        ("bpe", TEXT, field(default=None)),
-        flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
-        flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
-        flag(
-            "sentencepiece_model",
-            str,
-            "",
-            "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)",
-        ),
-        flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
-        flag(
-            "reading",
-            ChoiceEnum(list(READINGS)),
-            READINGS[0],
-            "which reading of the protocol sets the flags that differ between the authors' code and the paper",
-        ),
-        *flags_of(FLAG_OF_TASK),
-        flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
-        flag(
-            "record_queries",
-            bool,
-            False,
-            "keep the query vectors of the demonstrations in the checkpoint (for attention to training tokens)",
-        ),
-    ],
-    bases=(FairseqDataclass,),
-)
-
-
-def settings_of(cfg: Any) -> Settings:
-    """The settings in the task's configuration; criterions add theirs."""
-    names = [name for name, known in SETTINGS.items() if known.is_flag_of(FLAG_OF_TASK)]
-    given = {name: str(cfg[name]) if SETTINGS[name].choices and cfg[name] else cfg[name] for name in names}
-    return Settings.of(str(cfg.reading), seed=cfg.seed, **given)
-
-
-def files_of(cfg: Any) -> ModelFiles:
-    """The files of the model that the task's configuration names."""
-    if cfg.base_model is None:
-        raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
-    named = {flag: cfg[flag] or None for files in TOKENIZER_FILES.values() for flag in files}
-    return find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
+FLAGS = [
+    flag("data", str, MISSING, "folder with the datasets' files (JSONL, TSV, CSV or Parquet)"),
+    flag(
+        "dataset",
+        str,
+        MISSING,
+        "dataset of the catalogue (fairseq-icl datasets), NAME of DATA/NAME.yaml, or path of a YAML",
+    ),
+    ("seed", int, field(default=II("common.seed"))),
+    flag(
+        "base_model",
+        TEXT,
+        None,
+        "checkpoint of the pretrained model with dict.txt beside it, or a Hugging Face folder (default in "
+        "fairseq-validate: the one that the fine-tuned checkpoint names)",
+        argparse_alias="--pretrained",
+    ),
+    flag("dict", TEXT, None, "dictionary of the model (default: dict.txt beside the checkpoint)"),
+    # fairseq's own flags; those of files do not admit None in its configuration: hence "".
+    ("bpe", TEXT, field(default=None)),
+    flag("gpt2_encoder_json", str, "", "encoder.json for --bpe gpt2 (default: beside the checkpoint)"),
+    flag("gpt2_vocab_bpe", str, "", "vocab.bpe for --bpe gpt2 (default: beside the checkpoint)"),
+    flag(
+        "sentencepiece_model",
+        str,
+        "",
+        "model file for --bpe sentencepiece (default: sentencepiece.bpe.model beside the checkpoint)",
+    ),
+    flag("linearize", bool, False, "train and score the first-order expansion around the pretrained weights"),
+    flag(
+        "reading",
+        ChoiceEnum(list(READINGS)),
+        READINGS[0],
+        "which reading of the protocol sets the flags that differ between the authors' code and the paper",
+    ),
+    *flags_of(FLAG_OF_TASK),
+    flag("record_gradients", TEXT, None, "write the gradient norm of every layer and step to this Parquet file"),
+    flag(
+        "record_queries",
+        bool,
+        False,
+        "keep the query vectors of the demonstrations in the checkpoint (for attention to training tokens)",
+    ),
+]
+DemonstrationPromptingConfig = make_dataclass("DemonstrationPromptingConfig", FLAGS, bases=(FairseqDataclass,))
 
 
 @register_task(TASK, dataclass=DemonstrationPromptingConfig)
@@ -108,35 +90,33 @@ class DemonstrationPromptingTask(FairseqTask):
     """Builds the papers' prompts from a dataset, a seed and a permutation, and freezes what does not learn."""
 
     resumes = True  # what was recorded before an interruption is part of the result; see compat.models
+    files: ModelFiles
 
-    def __init__(
-        self,
-        cfg: Any,
-        dictionary: Dictionary,
-        settings: Settings,
-        prompts: Prompts | None = None,
-        files: ModelFiles | None = None,
-    ):
+    def __init__(self, cfg: Any, dictionary: Dictionary, settings: Settings):
         super().__init__(cfg)
-        self.dictionary = dictionary
-        self.settings = settings
+        self.dictionary, self.settings = dictionary, settings
         self.training_queries: dict[int, torch.Tensor] = {}
         self.control: GradientControl | None = None
         self._decoder: FairseqDecoder | None = None
         self._step: tuple[list[int], float, int] = ([], 0.0, 0)
-        if prompts is not None:  # made already, by whoever trains in this process
-            self.prompts = prompts
-        if files is not None:
-            self.files = files
 
     @classmethod
     def setup_task(cls, cfg: Any, **given: Any) -> "DemonstrationPromptingTask":
         """The task; `given` (files, settings, prompts) need not be made again."""
         if "prompts" not in given:
             find_spec(cfg.dataset, cfg.data)  # an unknown dataset is told before minutes of loading
-        files = given.get("files") or files_of(cfg)
-        settings = given.get("settings") or settings_of(cfg)
-        return cls(cfg, files.load_dictionary(), settings, given.get("prompts"), files)
+        if "files" not in given:
+            if cfg.base_model is None:
+                raise UserError("no model: give the pretrained checkpoint with --pretrained MODEL.pt")
+            named = {flag: cfg[flag] or None for files in TOKENIZER_FILES.values() for flag in files}
+            given["files"] = find_files(cfg.base_model, bpe=cfg.bpe, dictionary=cfg.dict, tokenizer_files=named)
+        if "settings" not in given:  # criterions add theirs
+            names = [name for name, known in SETTINGS.items() if known.is_flag_of(FLAG_OF_TASK)]
+            flags = {name: str(cfg[name]) if SETTINGS[name].choices and cfg[name] else cfg[name] for name in names}
+            given["settings"] = Settings.of(str(cfg.reading), seed=cfg.seed, **flags)
+        task = cls(cfg, given["files"].load_dictionary(), given["settings"])
+        task.__dict__.update(given)  # `prompts` in place of those that the property makes
+        return task
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -152,16 +132,10 @@ class DemonstrationPromptingTask(FairseqTask):
             parser.set_defaults(batch_size=1, max_epoch=1, **LOSS_SCALE)
 
     @cached_property
-    def files(self) -> ModelFiles:
-        """The model's files."""
-        return files_of(self.cfg)
-
-    @cached_property
     def prompts(self) -> Prompts:
         """All token sequences of this dataset, seed and permutation."""
-        return build_prompts(
-            find_spec(self.cfg.dataset, self.cfg.data), Path(self.cfg.data), self.files.writing, self.settings
-        )
+        spec = find_spec(self.cfg.dataset, self.cfg.data)
+        return build_prompts(spec, Path(self.cfg.data), self.files.writing, self.settings)
 
     def load_dataset(self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any) -> None:
         """ "train" is the demonstrations in fine-tuning order, any other split the queries."""
@@ -190,17 +164,16 @@ class DemonstrationPromptingTask(FairseqTask):
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """fairseq's iterator, but training keeps the order of the demonstrations (no `--curriculum` needed)."""
-        limit = kwargs.get("max_positions")
-        if isinstance(dataset, FinetuningDataset) and isinstance(limit, int):  # fairseq would leave them out
-            for row, tokens, _ in dataset.items:
-                if len(tokens) > limit:
-                    raise UserError(
-                        f"{self.prompts.spec.name}, train row {row}: {len(tokens):,} tokens, but the model or "
-                        f"--max-tokens admits {limit:,}; raise --max-tokens, or shorten the row"
-                    )
+        is_training = isinstance(dataset, FinetuningDataset)
+        limit: Any = kwargs.get("max_positions")
+        for row, tokens, _ in dataset.items if is_training and isinstance(limit, int) else ():
+            if len(tokens) > limit:  # fairseq would leave it out
+                raise UserError(
+                    f"{self.prompts.spec.name}, train row {row}: {len(tokens):,} tokens, but the model or "
+                    f"--max-tokens admits {limit:,}; raise --max-tokens, or shorten the row"
+                )
         iterator = super().get_batch_iterator(dataset, *args, **kwargs)
-        if isinstance(dataset, FinetuningDataset):
-            iterator.disable_shuffling = True
+        iterator.disable_shuffling |= is_training
         return iterator
 
     def train_step(
@@ -241,11 +214,11 @@ class DemonstrationPromptingTask(FairseqTask):
 
         They are those of the pass that the loss is computed with, where it is the only one and the model's own.
         """
-        tokens, lengths = sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"]
-        is_own_pass = any(type(criterion) is CRITERION_REGISTRY[name] for name in RUN_THE_MODEL_ONCE)
         if not self.cfg.record_queries:
             yield
             return
+        tokens, lengths = sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"]
+        is_own_pass = any(type(criterion) is CRITERION_REGISTRY[name] for name in RUN_THE_MODEL_ONCE)
         if self.cfg.linearize or getattr(criterion, "sequential", False) or not is_own_pass:
             queries = observe_training_queries(model, tokens)  # (layers, B, T, d)
             yield

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq.data import FairseqDataset, data_utils
+from fairseq.data import FairseqDataset, monolingual_dataset
 
 from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.prompts import PAD
@@ -38,12 +38,12 @@ class FinetuningDataset(_OfKnownLengths):
         super().__init__()
         self.pad = pad
         self.items: list[tuple[int, tuple[int, ...], tuple[bool, ...]]] = []
-        for row, tokens, scored in ((one.row, one.tokens, one.scored) for one in sequences):
+        for one in sequences:
             if step_per == "demonstration":
-                self.items.append((row, tokens, scored))
+                self.items.append((one.row, one.tokens, one.scored))
             else:  # one prefix for each scored token
-                ends = [end for end, is_scored in enumerate(scored) if is_scored]
-                self.items += [(row, tokens[: end + 1], (False,) * end + (True,)) for end in ends]
+                ends = [end for end, is_scored in enumerate(one.scored) if is_scored]
+                self.items += [(one.row, one.tokens[: end + 1], (False,) * end + (True,)) for end in ends]
         self.lengths = np.array([len(tokens) for _, tokens, _ in self.items], dtype=np.int64)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -51,8 +51,7 @@ class FinetuningDataset(_OfKnownLengths):
         return language_model_item(index, tokens, scored, self.pad) | {"row": row}
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(items, self.pad)
-        return batch | {"rows": [item["row"] for item in items]} if batch else batch
+        return collate(items, self.pad, rows="row")
 
     def ordered_indices(self) -> np.ndarray:
         return np.arange(len(self))
@@ -71,29 +70,18 @@ class QueryDataset(_OfKnownLengths):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         query = self.queries[index]
-        tokens = (*self.start, *query.inputs[query.gold], *query.labels[query.gold])
-        scored = [False] * len(tokens)
-        scored[-len(query.labels[query.gold]) :] = [True] * len(query.labels[query.gold])
+        before, label = (*self.start, *query.inputs[query.gold]), query.labels[query.gold]
+        tokens, scored = (*before, *label), [False] * len(before) + [True] * len(label)
         return language_model_item(index, tokens, scored, self.pad) | {"query": query}
 
     def collater(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(items, self.pad)
-        if not batch:
-            return batch
-        return batch | {
-            "queries": [item["query"] for item in items],
-            "positions_in_set": [item["id"] for item in items],
-        }
+        return collate(items, self.pad, queries="query", positions_in_set="id")
 
     def ordered_indices(self) -> np.ndarray:
         return np.argsort(self.lengths, kind="stable")
 
     def batch_by_size(
-        self,
-        indices: np.ndarray,
-        max_tokens: int | None = None,
-        max_sentences: int | None = None,
-        required_batch_size_multiple: int = 1,
+        self, indices: np.ndarray, max_tokens: int | None = None, max_sentences: int | None = None, **_: Any
     ) -> list[list[int]]:
         """The package's batches: a number is the same whether fairseq asks for it or somebody else."""
         chosen = [int(index) for index in indices]
@@ -112,18 +100,13 @@ def language_model_item(index: int, tokens: Sequence[int], scored: Sequence[bool
     return {"id": index, "source": sequence, "target": target}
 
 
-def collate(items: list[dict[str, Any]], pad: int) -> dict[str, Any]:
-    """fairseq's batch of language-model items. An empty list (a short shard) gives an empty batch."""
-    if not items:
+def collate(items: list[dict[str, Any]], pad: int, **lists: str) -> dict[str, Any]:
+    """fairseq's batch of language-model items, (batch, tokens) each; `ntokens` are the scored ones.
+
+    `lists`: name -> what of the items the batch lists under it. No items (a short shard) give an empty batch.
+    """
+    batch = monolingual_dataset.collate(items, pad, eos_idx=None)
+    if not batch:
         return {}
-    target = data_utils.collate_tokens([item["target"] for item in items], pad)  # (batch, tokens)
-    return {
-        "id": torch.tensor([item["id"] for item in items]),
-        "nsentences": len(items),
-        "ntokens": int(target.ne(pad).sum()),
-        "net_input": {
-            "src_tokens": data_utils.collate_tokens([item["source"] for item in items], pad),  # (batch, tokens)
-            "src_lengths": torch.tensor([len(item["source"]) for item in items]),
-        },
-        "target": target,
-    }
+    batch["ntokens"] = int(batch["target"].ne(pad).sum())
+    return batch | {name: [item[key] for item in items] for name, key in lists.items()}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fairseq_icl.metrics import Similarity, attention_outputs, get_metric
-from fairseq_icl.metrics.predictions import f2t, prediction_sets
+from fairseq_icl.metrics.predictions import prediction_sets
 from fairseq_icl.metrics.training_attention import TrainingAttention, TrainingTokens
 from fairseq_icl.observing.observation import Observation
 from fairseq_icl.results.collector import Collector
@@ -66,7 +67,7 @@ class Case:
 
     def compute(self, name: str) -> Tensor:
         metric = get_metric(name)
-        outcome = metric.compute(*(self.settings[setting] for setting in metric.settings))
+        outcome = metric.compute(*(self.settings[setting] for setting in metric.conditions))
         return outcome.value if isinstance(outcome, Similarity) else outcome
 
     @cache  # noqa: B019 -- a handful of cases, alive until the end of the run anyway
@@ -83,8 +84,9 @@ class Case:
             queries, lengths = torch.from_numpy(stored["attn_q"]), stored["attn_q_lens"].tolist()
         ends = np.cumsum(lengths)  # BOS of the context, then each demonstration without BOS but with EOS
         spans = [(int(end) - length + 1, int(end)) for end, length in zip(ends, lengths, strict=True)]
-        rows = range(len(lengths))
-        return TrainingTokens.align(queries, rows, lengths, rows, spans, top_examples, top_tokens)
+        recorded = dict(enumerate(queries.split(lengths, dim=1)))
+        tokens = TrainingTokens.align(recorded, range(len(lengths)), spans)
+        return replace(tokens, top_examples=top_examples, top_tokens=top_tokens)
 
 
 def observation(path: Path) -> Observation:
@@ -129,23 +131,29 @@ def test_similarities_equal_the_authors(case: Case) -> None:
             assert_layers_equal(case.compute(name), expected, path)
 
 
+def sim_aou_of_update(zsl: Observation, icl: Observation, update: Tensor, normalize: bool) -> Tensor:
+    """cos(h_icl - h_zsl, update) for updates (n, L, d) in place of those that are drawn."""
+    (cosines,) = attention_outputs.beside_drawn(zsl, icl, torch.arange(len(zsl)), lambda n, *_: update[n].double())
+    return cosines[normalize].value
+
+
 def test_the_authors_random_baseline_on_their_draws(case: Case) -> None:
     update = torch.from_numpy(np.load(case.root / "metrics" / f"random_updates_{case.task}.npy"))
     for path, normalize in RANDOM.items():
         expected = case.expected(path)
         if expected is not None:
-            values = attention_outputs.sim_aou_of_update(case.zsl, case.icl, update, normalize).value
+            values = sim_aou_of_update(case.zsl, case.icl, update, normalize)
             assert_layers_equal(values, expected, path)
     expected = case.expected("dai_f2t/Random SimAOU")
     if expected is not None:  # drawn anew for the subset, from the same seed: the first rows of the same array
-        subset = f2t(**case.settings).nonzero().flatten()
+        subset = prediction_sets(**case.settings)["both_f2t"].nonzero().flatten()
         zsl, icl = case.zsl.take(subset), case.icl.take(subset)
-        values = attention_outputs.sim_aou_of_update(zsl, icl, update[: len(subset)], normalize=True).value
+        values = sim_aou_of_update(zsl, icl, update[: len(subset)], normalize=True)
         assert_layers_equal(values, expected, "dai_f2t/Random SimAOU")
 
 
 def test_prediction_sets_have_the_authors_sizes(case: Case) -> None:
-    sizes = {name: int(members.sum()) for name, members in prediction_sets(**case.settings)._asdict().items()}
+    sizes = {name: int(members.sum()) for name, members in prediction_sets(**case.settings).items()}
     counts = dict(case.numbers["counts"])
     accuracies = counts.pop("acc")
     assert counts.pop("n") == len(case.zsl)

@@ -106,7 +106,7 @@ def test_metrics_of_installed_packages_are_found(tmp_path: Path, monkeypatch: py
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fairseq_icl.metrics]\ntheirs = their_metrics\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(metrics, "_loaded_entry_points", False)
+    metrics._load_entry_points.cache_clear()
     assert metric_names()[-1] == "theirs"
 
 

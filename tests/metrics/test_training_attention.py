@@ -25,11 +25,8 @@ def recorded(rows: list[int]) -> torch.Tensor:
 
 
 def aligned(training_rows: list[int], **options: int) -> TrainingTokens:
-    lengths = [LENGTHS[row] + 1 for row in training_rows]
-    rows = [7, 8, 9]
-    return TrainingTokens.align(
-        recorded(training_rows), training_rows, lengths, rows, [SPANS[row] for row in rows], **options
-    )
+    training = {row: recorded([row]) for row in training_rows}
+    return replace(TrainingTokens.align(training, list(SPANS), list(SPANS.values())), **options)
 
 
 def attention_of(icl: Observation, ft: Observation, **options: int) -> TrainingAttention:
@@ -47,7 +44,7 @@ def test_weights_that_underflow_in_float32_are_still_ranked():
     seen = replace(random_observation(0, n=4, layers=2), context_row=icl.float())
     weights = ta.icl_weights(seen, training)
     assert len(weights[0, 0].unique()) == 300
-    found = ta.kendall(weights, ta._weights(ft.float())).value
+    found = ta.kendall(weights, ft.float().double().softmax(-1)).value
     exact = [[kendalltau(a, b).statistic for a, b in zip(*pair, strict=True)] for pair in zip(icl, ft, strict=True)]
     np.testing.assert_allclose(found, exact, atol=1e-4)
 
@@ -68,17 +65,16 @@ def test_a_demonstration_missing_on_one_side_is_left_out():
 
 def test_sequences_of_different_length_cannot_be_paired():
     with pytest.raises(ValueError, match="row 7: 2 tokens in training, 3 in the prompt"):
-        TrainingTokens.align(torch.zeros(1, 3, 8), [7], [3], [7], [(1, 4)])
+        TrainingTokens.align({7: torch.zeros(1, 3, 8)}, [7], [(1, 4)])
 
 
 def test_nothing_in_common_is_an_error():
     with pytest.raises(ValueError, match="no demonstration"):
-        TrainingTokens.align(torch.zeros(1, 3, 8), [7], [3], [8], [(1, 3)])
+        TrainingTokens.align({7: torch.zeros(1, 3, 8)}, [8], [(1, 3)])
 
 
 def test_k_is_clipped_to_what_exists():
-    tokens = aligned([7, 8, 9])
-    assert (tokens.used_top_tokens, tokens.used_top_examples) == (6, 3)
+    assert aligned([7, 8, 9]).used_tops == (6, 3)
     attention = attention_of(random_observation(0), random_observation(1))
     assert (ta.recall(attention) == 1).all()
 
@@ -159,6 +155,7 @@ def test_top_k_prefers_the_first_of_equal_weights():
 
 
 def test_recall_is_the_share_of_common_top_entries():
-    a, b = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([5.0, 0.0, 3.0, 4.0])
-    assert float(ta.top_k_recall(a, b, 2)) == 0.5
-    assert float(ta.top_k_recall(a, b, 4)) == 1.0
+    a, b = torch.tensor([[[5.0, 4.0, 3.0, 2.0]]]), torch.tensor([[[5.0, 0.0, 3.0, 4.0]]])
+    attention = TrainingAttention(torch.arange(1), a, b, a, b, top_tokens=2, top_examples=4)
+    assert float(ta.recall(attention)) == 0.5
+    assert float(ta.recall(attention, "examples")) == 1.0

@@ -86,8 +86,9 @@ def table(means: dict[str, float], shift: dict[str, float], noise: float) -> pd.
         rows.add(metric, values.mean(), values.mean() - 0.1, values.mean() + 0.1)
         if per_layer:
             means = values.mean(0)
-            rows.add(metric, means, means - 0.1, means + 0.1, is_per_layer=True)
-        rows.add_examples(metric, np.arange(EXAMPLES), values, per_layer)
+            rows.add(metric, means, means - 0.1, means + 0.1, layer=np.arange(len(means)))
+        layer = np.arange(values.shape[1]) if per_layer else -1
+        rows.add(metric, values, layer=layer, example=np.arange(EXAMPLES)[:, None])
     rows.add("examples", EXAMPLES)
     return rows.frame(dataset="", seed=0, permutation=0, method="", init="")
 

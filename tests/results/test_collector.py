@@ -75,9 +75,9 @@ def test_no_bit_of_an_example_depends_on_the_examples_beside_it():
         for examples in torch.randperm(40).split(size):
             parted.add(examples, *(without_filling(seen.take(examples)) for seen in triple))
         for kind in ("metrics", "lengths", "labels", "sets"):
-            series = getattr(parted.seen, kind)
-            assert series.keys() == getattr(whole.seen, kind).keys()
-            for name, expected in getattr(whole.seen, kind).items():
+            series = parted.seen[kind]
+            assert series.keys() == whole.seen[kind].keys()
+            for name, expected in whole.seen[kind].items():
                 assert np.array_equal(series[name].values(), expected.values(), equal_nan=True), (
                     f"{name}, {size} at a time"
                 )

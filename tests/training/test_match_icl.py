@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fairseq_icl as fi
-from fairseq_icl.criterions.match_icl import MatchICL
+from fairseq_icl.criterions.layer_causal_ce import MatchICL
 from fairseq_icl.errors import UserError
 from fairseq_icl.observing.probe import attention_outputs
 from fairseq_icl.prompts.build import Prompts
