@@ -6,6 +6,7 @@ import torch
 import yaml
 
 import fairseq_icl as fi
+from examples import findings
 from fairseq_icl.prompts.encoding import finetuning_sequence
 from fairseq_icl.replication.report.claims import verdicts
 from fairseq_icl.replication.report.displacement import (
@@ -214,3 +215,26 @@ def test_a_cell_of_the_search_has_everything_else_as_well(searched):
     table, _ = read_results(cell / "results.parquet")
     names = set(table["metric"])
     assert {"demonstration_log_likelihood_zsl", "auc_icl", "accuracy_calibrated_ft", "log_likelihood_ft"} <= names
+
+
+def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, tmp_path, monkeypatch):
+    page = tmp_path / "findings.md"
+    page.write_text("Prose before.\n\n<!-- tables -->\n<!-- end of tables -->\n\nProse behind.\n")
+    monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
+    findings.main()
+    first = page.read_text()
+    assert first.startswith("Prose before.\n")
+    assert first.endswith("Prose behind.\n")
+    cells = pd.read_csv(tmp_path / "findings_cells.csv", keep_default_na=False, dtype=str)
+    assert cells["key"].nunique() == load_run(searched).values["key"].nunique()
+    chosen = {choice.method: choice.rate for choice in choose_rates(load_run(searched))}
+    for method, rate in chosen.items():
+        (row,) = [line for line in first.splitlines() if line.startswith(f"| demo_sentiment: {method}, labels")]
+        assert row.endswith(f"| {rate:.4f} |")
+    monkeypatch.setattr("sys.argv", ["findings", "--page", str(page)])
+    findings.main()
+    assert page.read_text() == first, "without folders it is the same page"
+    page.with_name("findings_cells.csv").write_text(cells.assign(model="other").to_csv(index=False))
+    monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
+    findings.main()
+    assert [line for line in page.read_text().splitlines() if line.startswith("### ")] == ["### demo", "### other"]
