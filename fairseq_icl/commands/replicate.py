@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,22 @@ from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication.cells import Cell, Keys
 from fairseq_icl.replication.configuration import (
     GRID,
+    LOCAL,
     ClusterSettings,
     compose_configuration,
     each_of,
     friendly,
     share_of,
 )
-from fairseq_icl.replication.engine import Job, import_plugins
+from fairseq_icl.replication.engine import Job, import_plugin
 from fairseq_icl.replication.estimate import describe
-from fairseq_icl.replication.find_model import find_model, with_each_layer
+from fairseq_icl.replication.find_model import find_model
 from fairseq_icl.replication.folders import ResultsFolder, StoreError
-from fairseq_icl.replication.plan import borrowed_rates, data_folder, expand
+from fairseq_icl.replication.plan import borrowed_rates, expand
 from fairseq_icl.replication.report.rates import next_steps
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.tables import check_tables
-from fairseq_icl.replication.run import engine_of, run, unfinished, way_to_run
+from fairseq_icl.replication.run import by_dask, engine_of, in_this_process, run, unfinished
 from fairseq_icl.settings import SETTINGS
 
 HUB_DATA = "hub"
@@ -57,13 +59,14 @@ def main(argv: list[str]) -> int:
 def run_configuration(config: dict[str, Any]) -> None:
     """Plan a run and compute what is missing of it, or print the plan."""
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # training tells of every step
-    import_plugins(config["plugins"])
+    for module in config["plugins"]:
+        import_plugin(module)
     config = with_fetched(config)
-    data = data_folder(config["data"])
+    data = Path(config["data"])
     if not data.is_dir():
         raise UserError(f"data={data}: no such folder; give the folder with the datasets' files")
     check_tables(config["tables"])
-    cells = expand(with_each_layer(config))
+    cells = expand(config)
     if config["dry_run"]:
         print(describe(config, cells, data))
         return
@@ -77,26 +80,26 @@ def run_configuration(config: dict[str, Any]) -> None:
 
 def compute(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> None:
     """Compute what is missing of the cells; the results folder remembers that they were asked for."""
-    folder, job = ResultsFolder(config["out"]), job_of(config, data)
+    job = job_of(config, data)
     engine = engine_of(job)
-    folder.check_cells(map(engine.keys.of, cells))
-    folder.add_plan(plan_of(config, cells, engine.keys))
-    planned = len({engine.keys.of(cell) for cell in cells})
-    cluster = ClusterSettings(**config["cluster"])
+    keys = list(map(engine.keys.of, cells))
+    engine.folder.check_cells(keys)
+    engine.folder.add_plan(plan_of(config, cells, engine.keys))
+    planned, workers, cluster = len({*keys}), config["workers"], ClusterSettings(**config["cluster"])
     with tqdm(total=planned, unit="cell", disable=config["quiet"] or bool(config["share"])) as bar:
         bar.update(planned - len(unfinished(cells, engine)))
 
-        def tell(line: str) -> None:
-            say(line)
-            bar.update()
-
-        def say(line: str) -> None:
+        def say(line: str, done: int = 0) -> None:
             if not config["quiet"]:
                 bar.write(line, file=sys.stderr)
+            bar.update(done)
 
         for line in borrowed_rates(cells):
             say(line)
-        run(job, cells, tell, way_to_run(config["workers"], cluster, say), share_of(config["share"]))
+        here = workers == 1 and cluster.kind == LOCAL
+        outcomes = in_this_process if here else partial(by_dask, workers=workers, cluster=cluster, say=say)
+        share = share_of(config["share"]) if config["share"] else (1, 1)
+        run(job, cells, partial(say, done=1), outcomes, share)
 
 
 def search(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> None:

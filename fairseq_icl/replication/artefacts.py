@@ -173,15 +173,6 @@ class CellFolder:
 
     path: Path
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the cell's results are there."""
-        return self.path.is_dir()
-
-    def has_metrics(self, metrics: Mapping[str, str]) -> bool:
-        """Whether its table holds these metrics of other packages (name -> hash of the code)."""
-        return not metrics or metrics.items() <= self.description().metrics.items()
-
     def description(self) -> CellDescription:
         """What cell.json says."""
         return read_typed(CellDescription, self.path / DESCRIPTION, self._remedy)
@@ -253,11 +244,6 @@ class ObservationFolder:
     """The folder of one observation; its files are those that were written, to the last byte, or it is not read."""
 
     path: Path
-
-    @property
-    def is_there(self) -> bool:
-        """Whether there is something of that name."""
-        return os.path.lexists(self.path)
 
     def read(self) -> Observed:
         """The observation; a UserError if anything about it is not as it was written."""

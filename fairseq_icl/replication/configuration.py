@@ -5,6 +5,7 @@ store as the group `settings`.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +16,19 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB
+from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.replication.find_model import (
     FOLDER,
+    MAX_NAME,
+    MAX_PATH,
     MODEL_FILE,
     ModelConfiguration,
-    PathText,
     name_model,
     with_model_file,
 )
@@ -75,7 +78,11 @@ def friendly(overrides: Sequence[str]) -> list[str]:
             result.append(override)
             continue
         sign, key, value = match["sign"], OTHER_NAMES.get(match["key"], match["key"]), match["value"]
-        _check_choice(key, value)
+        known = [path.stem for path in (FOLDER / key).glob("*.yaml")] if key in GROUPS else []
+        for word in value.split(",") if known and re.fullmatch(r"[\w.,-]+", value) else ():
+            if word not in known and not _is_path(word):  # Hydra would offer fairseq's architectures
+                also = "" if key != "model" else "; or give a path of a checkpoint or of a folder, or hub:OWNER/NAME"
+                raise UserError(f"{key}={word}: unknown {key}; {nearest(word, known)}{also}")
         if key == "model" and "," not in value and _is_path(value):
             result.append("model=checkpoint")
             if value.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
@@ -93,15 +100,6 @@ def friendly(overrides: Sequence[str]) -> list[str]:
             sign = "++"  # mappings that Hydra would not let grow
         result.append(f"{sign}{key}={value}")
     return result
-
-
-def _check_choice(key: str, value: str) -> None:
-    """Refuse a model or an experiment that there is no YAML file for (Hydra would offer fairseq's architectures)."""
-    known = [path.stem for path in (FOLDER / key).glob("*.yaml")] if key in GROUPS else []
-    for word in value.split(",") if re.fullmatch(r"[\w.,-]+", value) else ():
-        if known and word not in known and not _is_path(word):
-            also = "" if key != "model" else "; or give a path of a checkpoint or of a folder, or hub:OWNER/NAME"
-            raise UserError(f"{key}={word}: unknown {key}; {nearest(word, known)}{also}")
 
 
 def _is_path(model: str) -> bool:
@@ -135,32 +133,25 @@ def each_of(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration of one run (`overrides` in Hydra's syntax)."""
+    """The configuration of one run (`overrides` in Hydra's syntax) as plain containers, checked."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
             config = compose(CONFIG_NAME, overrides=list(overrides))
-    # The last three: a group that is no word (model=3), numbers of thousands of digits, brackets nested without end.
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise UserError(explain(error)) from error
-    if added := [text for text in overrides if re.match(r"[+~]*hydra[./]", text)]:
-        raise UserError(f"{added[0]}: Hydra's own settings are not for users here; leave it out")
-    return plain(config)
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain containers, with what Hydra itself needs left out and names filled in."""
-    try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
+        if added := [text for text in overrides if re.match(r"[+~]*hydra[./]", text)]:
+            raise UserError(f"{added[0]}: Hydra's own settings are not for users here; leave it out")
+        if missing := sorted(OmegaConf.missing_keys(config)):
             raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
         values: Any = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
+    # The last three: a group that is no word (model=3), numbers of thousands of digits, brackets nested without end.
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(explain(error)) from error
     values.pop("hydra", None)
     if isinstance(values.get("model"), dict):
         values["model"] = with_model_file(values["model"])
     check(values)
+    if values["data"] == "demo":
+        values["data"] = str(DEMO_DATA)
     return dict(values)
 
 
@@ -193,22 +184,14 @@ class ClusterSettings(Typed):
     interface: str | None = None
     options: dict[str, Any] = {}
 
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        if kind not in (LOCAL, *QUEUES) and not kind.startswith(SCHEDULER):
-            close = nearest(kind, (LOCAL, *QUEUES))
-            raise ValueError(f"{kind[:80]} is none of local, {', '.join(QUEUES)}, {SCHEDULER}HOST:PORT; {close}")
-        return kind
-
 
 class RunConfiguration(Typed):
     """The keys of replicate.yaml that are no settings."""
 
     name: str = Field(min_length=1)
     paper: str
-    data: PathText
-    out: PathText = Field(min_length=1)
+    data: str
+    out: str = Field(min_length=1)
     plugins: list[Any]
     datasets: str | list[Any]
     method: str | list[Any]
@@ -230,37 +213,33 @@ class RunConfiguration(Typed):
     dry_run: bool
     model: ModelConfiguration
 
-    @field_validator("name", "out")
-    @classmethod
-    def _in_one_line(cls, text: str) -> str:
-        if not text.strip() or not text.isprintable():
-            raise ValueError("must be a text that is not empty, in one line")
-        return text
-
-    @field_validator("plugins")
-    @classmethod
-    def _modules(cls, plugins: list[Any]) -> list[Any]:
-        for module in plugins:
-            if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
-                raise ValueError(
-                    f"{str(module)[:80]}: must be a list of names of modules, such as [my_package.metrics]"
-                )
-        return plugins
-
     @model_validator(mode="after")
-    def _processes(self) -> "RunConfiguration":
-        share_of(self.share)
-        if self.workers > 1 and (self.cluster.kind != LOCAL or self.share is not None):
+    def _fits_together(self) -> "RunConfiguration":
+        for key, text in (("name", self.name), ("out", self.out)):
+            if not text.strip() or not text.isprintable():
+                raise ValueError(f"{key}: must be a text that is not empty, in one line")
+        paths = {"data": self.data, "out": self.out, "model.path": self.model.path}
+        for key, text in (paths | {"model.tokenizer": self.model.tokenizer or ""}).items():
+            too_long = len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts)
+            if "\0" in text or too_long:
+                raise ValueError(f"{key}: {text[:80]}...: not a path; give one of a file or folder")
+        for module in self.plugins:
+            if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+                must = "must be a list of names of modules, such as [my_package.metrics]"
+                raise ValueError(f"plugins: {str(module)[:80]}: {must}")
+        kind = self.cluster.kind
+        if kind not in (LOCAL, *QUEUES) and not kind.startswith(SCHEDULER):
+            known = f"local, {', '.join(QUEUES)}, {SCHEDULER}HOST:PORT"
+            raise ValueError(f"cluster.kind: {kind[:80]} is none of {known}; {nearest(kind, (LOCAL, *QUEUES))}")
+        if self.workers > 1 and (kind != LOCAL or self.share is not None):
             raise ValueError("workers: neither with cluster= (cluster.jobs=N) nor with share=")
-        if self.share is not None and self.cluster.kind != LOCAL:
+        if self.share is not None and share_of(self.share) and kind != LOCAL:
             raise ValueError("share: not with cluster=, which spreads the work itself")
         return self
 
 
-def share_of(text: str | None) -> tuple[int, int]:
-    """`share=2/8` as numbers; (1, 1) is the whole plan."""
-    if text is None:
-        return 1, 1
+def share_of(text: str) -> tuple[int, int]:
+    """`share=2/8` as numbers."""
     match = SHARE.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"share={text[:80]}: must be like 2/8, the second of eight parts")
@@ -274,11 +253,9 @@ def check(values: dict[str, Any]) -> None:
     """
     if missing := [key for key in SETTINGS if key not in values]:
         raise UserError(f"{missing[0]}: is missing; leave it in, it has a default")
-    unknown = [key for key in values if key not in SETTINGS and key not in RunConfiguration.model_fields]
-    if unknown:
-        raise UserError(
-            f"{unknown[0]}: unknown key; {nearest(unknown[0], [*SETTINGS, *RunConfiguration.model_fields])}"
-        )
+    known = {*SETTINGS, *RunConfiguration.model_fields}
+    if unknown := [key for key in values if key not in known]:
+        raise UserError(f"{unknown[0]}: unknown key; {nearest(unknown[0], known)}")
     validated(RunConfiguration, {key: value for key, value in values.items() if key not in SETTINGS})
     for key, setting in SETTINGS.items():
         if values[key] == []:

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB, split_name
@@ -21,20 +18,16 @@ FOLDER = PACKAGE / "config"
 MODEL_FILE = (".yaml", ".yml")
 MAX_PATH, MAX_NAME = 4095, 255
 """Longest path and longest name in one, in bytes, as Linux has them."""
-SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
-MAX_SHAPE = 1 << 20
-EACH = "each"
-MAX_WEIGHTS = 10**12
+SHAPE = {
+    "layers": "decoder_layers",
+    "width": "decoder_embed_dim",
+    "heads": "decoder_attention_heads",
+    "ffn": "decoder_ffn_embed_dim",
+    "vocabulary": "",
+}
+"""Keys of a shape, and the options of fairseq that say the same."""
+MAX_SHAPE, MAX_WEIGHTS = 1 << 20, 10**12
 """Larger numbers in a shape are a slip of the finger."""
-
-
-def _is_path_or_word(text: str) -> str:
-    if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
-        raise ValueError(f"{text[:80]}...: not a path; give one of a file or folder")
-    return text
-
-
-PathText = Annotated[str, AfterValidator(_is_path_or_word)]
 
 
 class FileBeside(Typed, extra="allow"):
@@ -48,9 +41,9 @@ class ModelConfiguration(Typed):
     """`model.*`: config/model/*.yaml, or a file of the user's."""
 
     name: str | None
-    path: PathText
+    path: str
     bpe: str | None
-    tokenizer: PathText | None
+    tokenizer: str | None
     archive: str | None
     beside: dict[str, FileBeside]
     random: bool
@@ -119,8 +112,15 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
         named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
         return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
     is_folder = is_hugging_face(checkpoint)
-    if config["shape"] is not None and not config["random"] and not is_folder:
-        _compare_shape(config["shape"], checkpoint)
+    if (shape := config["shape"]) is not None and not config["random"] and not is_folder:
+        check_shape(shape)
+        found = language_model_config(read_checkpoint(checkpoint), checkpoint)
+        for key, option in SHAPE.items():
+            if option and shape[key] != getattr(found, option):
+                raise UserError(
+                    f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(found, option)}; leave the shape out, "
+                    "or give model.random=true for random weights"
+                )
     bpe = None if is_folder else config["bpe"]  # the folder has its own tokenizer
     files = find_files(checkpoint, name=config["name"], bpe=bpe, tokenizer=beside)
     for path in (files.dictionary, *files.tokenizer.values()):
@@ -153,37 +153,16 @@ def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, mak
 def check_shape(shape: dict[str, Any]) -> None:
     """Refuse a shape of which something is missing, unknown or no size that a model can have."""
     for key, value in shape.items():
-        if key not in SHAPE_KEYS:
-            raise UserError(f"model.shape.{key}: unknown key; {nearest(key, SHAPE_KEYS)}")
+        if key not in SHAPE:
+            raise UserError(f"model.shape.{key}: unknown key; {nearest(key, SHAPE)}")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_SHAPE:
             raise UserError(f"model.shape.{key}={str(value)[:80]}: must be a whole number from 1 to {MAX_SHAPE - 1:,}")
-    if missing := [key for key in SHAPE_KEYS if key not in shape]:
-        raise UserError(f"model.shape.{missing[0]}: is missing; give {', '.join(SHAPE_KEYS)}")
+    if missing := [key for key in SHAPE if key not in shape]:
+        raise UserError(f"model.shape.{missing[0]}: is missing; give {', '.join(SHAPE)}")
     if shape["width"] % shape["heads"] or shape["width"] % 2:
         raise UserError(f"model.shape.heads={shape['heads']}: does not divide the width {shape['width']} evenly")
     if shape["layers"] * shape["width"] * (4 * shape["width"] + 2 * shape["ffn"]) > MAX_WEIGHTS:
         raise UserError(f"model.shape: more than {MAX_WEIGHTS:.0e} weights; give a smaller one")
-
-
-def _compare_shape(shape: dict[str, Any], checkpoint: Path) -> None:
-    """A shape says what random weights look like; beside a checkpoint that is there it must be the checkpoint's."""
-    check_shape(shape)
-    config = language_model_config(read_checkpoint(checkpoint), checkpoint)
-    names = ("decoder_layers", "decoder_embed_dim", "decoder_attention_heads", "decoder_ffn_embed_dim")
-    for key, name in zip(SHAPE_KEYS, names, strict=False):
-        if shape[key] != getattr(config, name):
-            raise UserError(
-                f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or "
-                "give model.random=true for random weights"
-            )
-
-
-def with_each_layer(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run in which `vary.layers: each` stands for the number of every layer of its model."""
-    if config["vary"].get("layers") != EACH:
-        return config
-    shape = shape_of(config["model"], find_model(config["model"], Path(config["out"]), make=False))
-    return {**config, "vary": {**config["vary"], "layers": [str(layer) for layer in range(shape["layers"])]}}
 
 
 def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
@@ -193,10 +172,5 @@ def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
     if not files.checkpoint.is_file():
         return dict(config["shape"])
     found = language_model_config(read_checkpoint(files.checkpoint), files.checkpoint)
-    return {
-        "layers": found.decoder_layers,
-        "width": found.decoder_embed_dim,
-        "heads": found.decoder_attention_heads,
-        "ffn": found.decoder_ffn_embed_dim,
-        "vocabulary": len(files.load_dictionary()),
-    }
+    shape = {key: getattr(found, option) for key, option in SHAPE.items() if option}
+    return shape | {"vocabulary": len(files.load_dictionary())}

@@ -59,11 +59,27 @@ class ResultsFolder:
         marker = self.folder / "store.json"
         if marker.is_dir():
             raise UserError(f"{marker}: a folder where a file should be; remove it, or choose another out=DIR")
-        if not create and not marker.is_file():
+        is_new = not marker.is_file()
+        if is_new and not create:
             raise UserError(f"{self.folder}: not a results folder of fairseq-icl replicate (no store.json in it)")
         with _clear_errors(self.folder):
             if create:
-                self._create(marker)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                there = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith((".", "running"))}
+                if is_new and (others := there - {*OTHERS, *FOLDERS}):
+                    raise UserError(
+                        f"{self.folder}: holds other files ({min(others)}); choose an empty folder: out=DIR"
+                    )
+                for path in (self.folder / name for name in FOLDERS):
+                    try:
+                        path.mkdir(exist_ok=True)
+                    except FileExistsError as error:
+                        problem = "cannot be written, a file where a folder should be; remove it"
+                        raise StoreError(f"{path}: {problem}") from error
+                if is_new:
+                    write_atomically(marker, json.dumps({"format": FORMAT}) + "\n")
+                elif not os.access(self.folder / "cells", os.W_OK):
+                    raise UserError(f"{self.folder}: cannot be written; choose another results folder: out=DIR")
             try:
                 found = read_typed(FolderFormat, marker).format
             except UserError as error:
@@ -76,25 +92,6 @@ class ResultsFolder:
                 f"{self.folder}: results of another version (format {found}, this version writes {FORMAT}); "
                 "choose another folder with out=DIR"
             )
-
-    def _create(self, marker: Path) -> None:
-        """Make the folder unless it is there; one with other things in it is left alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        is_new = not marker.is_file()
-        found = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith((".", "running"))}
-        if is_new and (others := found - {*OTHERS, *FOLDERS}):
-            raise UserError(f"{self.folder}: holds other files ({min(others)}); choose an empty folder: out=DIR")
-        for name in FOLDERS:
-            try:
-                (self.folder / name).mkdir(exist_ok=True)
-            except FileExistsError as error:
-                raise StoreError(
-                    f"{self.folder / name}: cannot be written, a file where a folder should be; remove it"
-                ) from error
-        if is_new:
-            write_atomically(marker, json.dumps({"format": FORMAT}) + "\n")
-        elif not os.access(self.folder / "cells", os.W_OK):
-            raise UserError(f"{self.folder}: cannot be written; choose another results folder: out=DIR")
 
     @contextmanager
     def owned(self, share: str = "") -> Iterator[None]:
@@ -119,11 +116,8 @@ class ResultsFolder:
                     raise UserError(
                         f"{self.folder}: in use by {owner}; wait for its end, end it, or choose another out=DIR"
                     ) from error
-                now, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
-                command = shlex.join(sys.argv[1:])
-                write_atomically(
-                    running, json.dumps({"pid": os.getpid(), "host": host, "since": now, "command": command})
-                )
+                who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+                write_atomically(running, json.dumps(who | {"command": shlex.join(sys.argv[1:])}))
             held.callback(running.unlink, missing_ok=True)
             yield
 
@@ -152,8 +146,8 @@ class ResultsFolder:
 
     def check_cells(self, keys: Iterable[str]) -> None:
         """Refuse a folder in which one of these cells is there but cannot be read, before others are computed."""
-        for cell in (self.cell(key) for key in dict.fromkeys(keys)):
-            if cell.is_finished:
+        for cell in map(self.cell, dict.fromkeys(keys)):
+            if cell.path.is_dir():
                 cell.read()
             elif os.path.lexists(cell.path):
                 raise UserError(f"{cell.path}: not a folder; remove it {AGAIN}")
@@ -207,12 +201,9 @@ class ResultsFolder:
 
     def sweep(self, *, alone: bool) -> None:
         """Remove what killed processes left half-written and, if no share can be using them, models they shared."""
-        for path in (path for name in WORKED_ON for path in (self.folder / name).glob(".*")):
-            if is_abandoned(path):
-                remove(path)
-        if alone:
-            for path in (self.folder / "models").glob("[!.]*"):
-                remove(path)
+        unfinished = (path for name in WORKED_ON for path in (self.folder / name).glob(".*") if is_abandoned(path))
+        for path in (*unfinished, *((self.folder / "models").glob("[!.]*") if alone else ())):
+            remove(path)
 
 
 @contextmanager

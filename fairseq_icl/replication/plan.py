@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_icl.devices import choose_device
+import torch
+
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec, source_of
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import GRID, NO_TRAINING, check_scale
-from fairseq_icl.replication.find_model import MAX_NAME
+from fairseq_icl.replication.find_model import MAX_NAME, find_model, shape_of
 from fairseq_icl.results import text_table
 from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import check_precision_of, get_method
@@ -22,6 +22,8 @@ from fairseq_icl.training.norms import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""
+EACH = "each"
+"""vary.layers=each: the number of every layer of the model."""
 SKIP_KEYS = ("init", "method", "dataset", "variant", "not_variant")
 PAPERS = ("dai2023", "deutch2024", "demo")
 """Papers whose settings the shipped datasets have; YAML files of the user's may know others."""
@@ -55,7 +57,7 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     cells: dict[Cell, None] = {}
     specs: dict[str, DatasetSpec] = {}
     for init, given, chosen in itertools.product(inits, names, _grid(config)):
-        source = source_of(given, data_folder(config["data"]))
+        source = source_of(given, Path(config["data"]))
         spec = load_spec(source)
         facts, name = _facts(spec, chosen), spec.name
         if specs.setdefault(name, spec).fingerprint != spec.fingerprint:
@@ -97,11 +99,6 @@ def _grid(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**config, **dict(zip(several, values, strict=True))} for values in combinations]
 
 
-def data_folder(data: str) -> Path:
-    """The folder that `data=` means: the shipped one for the word demo."""
-    return DEMO_DATA if data == "demo" else Path(data)
-
-
 def _words(value: Any, key: str) -> list[str]:
     words = [value] if isinstance(value, str) else list(value or [])
     if not words and key != "datasets":
@@ -126,14 +123,17 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise UserError(f"variants.{str(name).strip()}: the name must be a text in one line; quote numbers")
         variants[name] = dict(changes)
-    if config["vary"]:
-        keys = list(config["vary"])
-        for key in keys:
-            if not _as_list(config["vary"][key]):
-                raise UserError(f"vary.{key}=[]: give at least one value")
-        for values in itertools.product(*(_as_list(config["vary"][key]) for key in keys)):
-            changes = dict(zip(keys, values, strict=True))
-            variants[" ".join(f"{key}={_short(value)}" for key, value in changes.items())] = changes
+    vary = {key: _as_list(value) for key, value in config["vary"].items()}
+    if vary.get("layers") == [EACH]:
+        shape = shape_of(config["model"], find_model(config["model"], Path(config["out"]), make=False))
+        vary["layers"] = [str(layer) for layer in range(shape["layers"])]
+    for key, values in vary.items():
+        if not values:
+            raise UserError(f"vary.{key}=[]: give at least one value")
+    for values in itertools.product(*vary.values()) if vary else ():
+        changes = dict(zip(vary, values, strict=True))
+        texts = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in changes.items())
+        variants[" ".join(texts)] = changes
     for name, changes in variants.items():
         for key, value in changes.items():
             if key not in VARIABLE:
@@ -149,10 +149,6 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _rule(rule: Any) -> dict[str, list[str]]:
@@ -231,7 +227,8 @@ def _runs(name: str, published: Mapping[str, Any], config: Mapping[str, Any]) ->
 def _settings(config: Mapping[str, Any], facts: Facts, method: str, rates: Mapping[str, float]) -> Settings:
     """The settings of one cell: the configuration with a variant's changes already put over it."""
     given = {name: config[name] for name in SETTINGS}
-    given["device"] = config["device"] or choose_device().type  # part of the keys: CPU and GPU round differently
+    if config["device"] is None:  # part of the keys: CPU and GPU round differently
+        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if config["num_demonstrations"] is None:  # every variant may bring its own k; facts give the paper's
         given["num_demonstrations"] = facts.num_demonstrations
     if get_method(method).trained:
@@ -239,23 +236,18 @@ def _settings(config: Mapping[str, Any], facts: Facts, method: str, rates: Mappi
     else:  # what only training reads is left at its default, so that such cells are the same cell
         given |= {name: None for name, known in SETTINGS.items() if known.affects == ("training",)}
     settings = Settings.of(config["reading"], **given | get_method(method).settings)
-    if get_method(method).trained:
-        _check_training(settings, method)
-    return settings
-
-
-def _check_training(settings: Settings, method: str) -> None:
-    """What fine-tuning would refuse once the model is loaded is refused now."""
-    if settings.num_demonstrations == 0:
-        raise UserError(f"num_demonstrations=0: method {method} has nothing to train on; use method=none")
-    if (settings.layer_clip == "none") != (settings.layer_clip_value is None):
-        given, needed = ("layer_clip_value", "layer_clip=norm or max")
-        if settings.layer_clip_value is None:
-            given, needed = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
-        raise UserError(f"{given}: needs {needed}")
-    equal_step_size(settings)
-    for name in get_method(method).trained:
+    for name in get_method(method).trained:  # what fine-tuning would refuse once the model is loaded is refused now
+        if settings.num_demonstrations == 0:
+            raise UserError(f"num_demonstrations=0: method {method} has nothing to train on; use method=none")
+        if (settings.layer_clip == "none") != (settings.layer_clip_value is None):
+            missing = "layer_clip_value: needs layer_clip=norm or max"
+            if settings.layer_clip_value is None:
+                needed = "layer_clip_value (a value, one per layer, a method)"
+                missing = f"layer_clip={settings.layer_clip}: needs {needed}"
+            raise UserError(missing)
+        equal_step_size(settings)
         check_precision_of(get_method(name), settings)
+    return settings
 
 
 def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tuple[dict[str, float], str]:
