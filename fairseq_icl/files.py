@@ -82,23 +82,17 @@ def temporary_prefix(name: str) -> str:
 def is_abandoned(path: Path) -> bool:
     """Whether nobody writes a temporary file any more: its process (of this host) is gone, or it is a day old."""
     match = TEMPORARY.fullmatch(path.name)
-    if match and match["host"] == HOST and not is_alive(int(match["pid"])):
-        return True
+    if match and match["host"] == HOST:
+        try:
+            os.kill(int(match["pid"]), 0)
+        except (ProcessLookupError, OverflowError):
+            return True
+        except PermissionError:  # another user's
+            pass
     try:
         return time.time() - path.lstat().st_mtime > ABANDONED_AFTER
     except OSError:  # another process removed it
         return False
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this host has that number."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def remove(path: Path) -> None:

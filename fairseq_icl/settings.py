@@ -11,7 +11,7 @@ authors ran, `paper` what the text says, and `reading` ("authors" or "paper") ch
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral, Real
@@ -91,9 +91,9 @@ class Setting:
         return not {*components}.isdisjoint(self.flag_of)
 
 
-def setting(affects: tuple[str, ...], default: Any, text: str, **facts: Any) -> Any:
-    """A field of `Settings`: what it affects, default, help text, and what else `Setting` says of it."""
-    return field(default=default, metadata={"help": text, "affects": affects, **facts})
+def setting(affects: tuple[str, ...], default: Any, **facts: Any) -> Callable[[str], Any]:
+    """A field of `Settings`: what it affects, its default, what else `Setting` says of it; and then its help text."""
+    return lambda text: field(default=default, metadata={"help": text, "affects": affects, **facts})
 
 
 _weights, _training = partial(setting, (WEIGHTS,)), partial(setting, (TRAINING,))
@@ -125,230 +125,181 @@ INITS = get_args(Init)
 class Settings:
     """All settings of one run, checked and complete. The defaults are what the authors ran, if that is one value."""
 
-    num_demonstrations: int = setting(PROMPTS, 32, "number of demonstrations k", low=0, only_if=FROM_TRAIN_ROWS)
+    num_demonstrations: int = setting(PROMPTS, 32, low=0, only_if=FROM_TRAIN_ROWS)("number of demonstrations k")
     seed: int = setting(
         (*PROMPTS, WEIGHTS),
         1,
-        "seed of the draw of demonstrations, of their permutations and of random weights",
         low=0,
         high=2**32 - 1,
         flag_of=(FLAG_OF_FAIRSEQ,),
         only_if=FROM_TRAIN_ROWS | {WEIGHTS: ("init", INITS[1:])},
+    )("seed of the draw of demonstrations, of their permutations and of random weights")
+    permutation: int = setting((CONTEXT, FINETUNING), 0, high=999)(
+        "index of the permutation of the demonstrations (0: see permutation_zero; negative: none); the authors: 0-4"
     )
-    permutation: int = setting(
-        (CONTEXT, FINETUNING),
-        0,
-        "index of the permutation of the demonstrations (0: see permutation_zero; negative: none); the authors: 0-4",
-        high=999,
-    )
-    queries: Literal["validation", "train"] = setting(
-        PROMPTS,
-        "validation",
+    queries: Literal["validation", "train"] = setting(PROMPTS, "validation")(
         "rows that are asked about: those of the validation split, or those of the train split that are not among the "
-        "demonstrations (to choose a learning rate without looking at the validation split)",
+        "demonstrations (to choose a learning rate without looking at the validation split)"
     )
-    demonstrations: str = setting(
-        PROMPTS,
-        "first",
+    # A bare number is a slip: the k, or a row.
+    demonstrations: str = setting(PROMPTS, "first", pattern=r".*[^\d\s.+-].*", only_if=FROM_TRAIN_ROWS)(
         "which rows of the train file are demonstrations: first (the first k of the shuffled file, as the authors), "
         "balanced (the first of each class, as many of one as of another), or a file of row numbers, one in a line, "
-        "from 0, of which the first k are taken in the file's order",
-        pattern=r".*[^\d\s.+-].*",  # a bare number is a slip: the k, or a row
-        only_if=FROM_TRAIN_ROWS,
+        "from 0, of which the first k are taken in the file's order"
     )
-    limit: int | None = setting(
-        (QUERIES,), None, "score only the first N validation examples (after shuffle and cap)", low=1
+    limit: int | None = setting((QUERIES,), None, low=1)(
+        "score only the first N validation examples (after shuffle and cap)"
     )
-    max_validation: int = setting(PROMPTS, 2000, "cap of the validation set; the authors keep 2000 rows", low=1)
-    curve_examples: int = _metrics(
-        0,
+    max_validation: int = setting(PROMPTS, 2000, low=1)("cap of the validation set; the authors keep 2000 rows")
+    curve_examples: int = _metrics(0, low=0, flag_of=())(
         "also measure after each demonstration, ICL with so many against fine-tuning after so many, on the first N "
-        "validation examples (0: not at all)",
-        low=0,
-        flag_of=(),
+        "validation examples (0: not at all)"
     )
-    missing_class: Literal["warn", "refuse"] = setting(
-        (CONTEXT,),
-        "warn",
-        "what to do if no demonstration in the prompt has one of the labels; the authors do not look",
+    missing_class: Literal["warn", "refuse"] = setting((CONTEXT,), "warn")(
+        "what to do if no demonstration in the prompt has one of the labels; the authors do not look"
     )
-    separator: Literal["model", "eos", "newline"] = setting(
-        (CONTEXT,),
-        "model",
+    separator: Literal["model", "eos", "newline"] = setting((CONTEXT,), "model")(
         "what closes a demonstration in the prompt: what the model was trained with (EOS for fairseq's models, a line "
-        "break for most others), EOS, or a line break",
+        "break for most others), EOS, or a line break"
     )
-    init: Init = _weights(  # noqa: RUF009 - a field
-        "pretrained",
+    init: Init = _weights("pretrained")(  # noqa: RUF009 - a field
         "weights: pretrained; untrained (nothing kept from the checkpoint); trained-embeddings (embeddings and the "
         "layers' layer norms kept: the second paper's 'trained embeddings'); layer-norms (only the layers' layer norms "
-        "kept: its 'no training')",
+        "kept: its 'no training')"
     )
-    perturbation: int = _weights(
-        0,
+    perturbation: int = _weights(0, low=0, high=2**32 - 1)(
         "move every weight of the model by one unit in the last place before anything else, in directions drawn from "
-        "this number (0: not at all): how much of a result is rounding",
-        low=0,
-        high=2**32 - 1,
+        "this number (0: not at all): how much of a result is rounding"
     )
-    attention: Literal["softmax", "linear"] = _weights(
-        "softmax", "the model's own attention, or linear: softmax and scale omitted, as in the papers' relaxation"
+    attention: Literal["softmax", "linear"] = _weights("softmax")(
+        "the model's own attention, or linear: softmax and scale omitted, as in the papers' relaxation"
     )
-    precision: Literal["fp32", "fp16", "bf16"] = _weights(
-        "fp32",
+    precision: Literal["fp32", "fp16", "bf16"] = _weights("fp32")(
         "numbers in which everything is computed and recorded: fp32; fp16, as the authors' runs (fp32 master weights "
-        "and a dynamic loss scale in fine-tuning); bf16 (the same without a loss scale)",
+        "and a dynamic loss scale in fine-tuning); bf16 (the same without a loss scale)"
     )
-    device: Literal["cpu", "cuda"] = _weights(
-        "cpu",
-        "what computes the model: cpu or cuda, a GPU (by default replicate takes a GPU if there is one)",
-        flag_of=(),
+    device: Literal["cpu", "cuda"] = _weights("cpu", flag_of=())(
+        "what computes the model: cpu or cuda, a GPU (by default replicate takes a GPU if there is one)"
     )
-    lr: float | None = _training(None, "learning rate", low=0, flag_of=(FLAG_OF_FAIRSEQ,))
-    clip_norm: float = _training(
-        0.0, "clip the gradient of all layers together to this norm; 0: no clipping", low=0, flag_of=(FLAG_OF_FAIRSEQ,)
+    lr: float | None = _training(None, low=0, flag_of=(FLAG_OF_FAIRSEQ,))("learning rate")
+    clip_norm: float = _training(0.0, low=0, flag_of=(FLAG_OF_FAIRSEQ,))(
+        "clip the gradient of all layers together to this norm; 0: no clipping"
     )
-    layer_clip: Literal["none", "norm", "max"] = _training(
-        "none", "limit every layer's gradient: its norm, or its largest component"
+    layer_clip: Literal["none", "norm", "max"] = _training("none")(
+        "limit every layer's gradient: its norm, or its largest component"
     )
-    layer_clip_value: str | None = _training(
-        None,
+    layer_clip_value: str | None = _training(None)(
         "the limit: one value, one per layer (comma-separated), from:FILE (a file of --record-gradients), or in "
-        "replicate the name of a method whose recorded norms are the limits",
+        "replicate the name of a method whose recorded norms are the limits"
     )
-    layer_step: Literal["rate", "equal"] = _training(
-        "rate",
+    layer_step: Literal["rate", "equal"] = _training("rate")(
         "how long a layer's step is: what the learning rate makes of its gradient, or the relative size "
-        "layer_step_size in every layer (normalised gradient descent)",
+        "layer_step_size in every layer (normalised gradient descent)"
     )
-    layer_step_size: float | None = _training(
-        None, "with layer_step=equal: |dW| / |W| of what learns in a layer, at every step", low=1e-12
+    layer_step_size: float | None = _training(None, low=1e-12)(
+        "with layer_step=equal: |dW| / |W| of what learns in a layer, at every step"
     )
-    gradient_norms: Literal["trained", "all"] = _training(
-        "trained",
+    gradient_norms: Literal["trained", "all"] = _training("trained")(
         "whose gradients are recorded: of what learns, or also of all parameters of a layer, summed over tokens, as in "
-        "the second paper's heat maps (not in linearized training)",
+        "the second paper's heat maps (not in linearized training)"
     )
-    train_parameters: str = _training(
-        "self_attn.k_proj,self_attn.v_proj",
+    train_parameters: str = _training("self_attn.k_proj,self_attn.v_proj")(
         "comma-separated parts of the names of the parameters that learn; lora: the key and value projections in a "
-        "random subspace of rank lora_rank, without biases",
+        "random subspace of rank lora_rank, without biases"
     )
     layers: str | None = _training(
-        None,
+        None, pattern=r"similar|\s*\d+\s*(-\s*\d*)?\s*", flag_of=("layer_causal_ce", "short_circuit_ce")
+    )(
         "layer-causal training: layers that get a loss; short_circuit: the one after which the model is cut; "
         "shallow_gd: layers that have a function; vectors: the one they are put at (default: chosen on train rows). "
         "Counted from 0: one (3), a range (0-11), from one up (2-), or similar (the range whose heads the method moves "
-        "most as ICL does, on selection_rows of the train split; it trains twice)",
-        pattern=r"similar|\s*\d+\s*(-\s*\d*)?\s*",
-        flag_of=("layer_causal_ce", "short_circuit_ce"),
+        "most as ICL does, on selection_rows of the train split; it trains twice)"
     )
-    shallow: Literal["linear", "kernel", "ridge"] = _without_flag(
-        "linear",
+    shallow: Literal["linear", "kernel", "ridge"] = _without_flag("linear")(
         "what shallow_gd learns in every layer: a matrix, a function of a kernel (see kernel), or ridge regression on "
-        "label embeddings (1 / lr is then the weight of its penalty)",
+        "label embeddings (1 / lr is then the weight of its penalty)"
     )
-    kernel: Literal["softmax", "rbf", "linear"] = _without_flag(
-        "softmax",
+    kernel: Literal["softmax", "rbf", "linear"] = _without_flag("softmax")(
         "shallow=kernel: softmax of the products with the demonstrations, radial (rbf, as wide as the demonstrations "
-        "are apart), or the product itself (linear)",
+        "are apart), or the product itself (linear)"
     )
-    shallow_steps: int = _without_flag(1, "steps of shallow_gd: how often all demonstrations are learnt from", low=0)
-    shallow_batch: Literal["full", "one"] = _without_flag(
-        "full", "a step of shallow_gd learns from all demonstrations together, or from one after the other"
+    shallow_steps: int = _without_flag(1, low=0)("steps of shallow_gd: how often all demonstrations are learnt from")
+    shallow_batch: Literal["full", "one"] = _without_flag("full")(
+        "a step of shallow_gd learns from all demonstrations together, or from one after the other"
     )
-    shallow_step: Literal["plain", "preconditioned", "gd++"] = _without_flag(
-        "plain",
+    shallow_step: Literal["plain", "preconditioned", "gd++"] = _without_flag("plain")(
         "steps of shallow_gd: plain, preconditioned (Ahn et al. 2023), or gd++ (von Oswald et al. 2023: inputs are "
-        "transformed after every step)",
+        "transformed after every step)"
     )
-    vector_heads: int = _without_flag(
-        10, "function_vector: how many heads, those of the largest indirect effect", low=1
+    vector_heads: int = _without_flag(10, low=1)(
+        "function_vector: how many heads, those of the largest indirect effect"
     )
-    selection_rows: int = _without_flag(
-        16,
+    selection_rows: int = _without_flag(16, low=1)(
         "task_vector, function_vector and layers=similar: rows of the train split, none of them demonstrations, on "
-        "which heads and layers are chosen",
-        low=1,
+        "which heads and layers are chosen"
     )
-    align_epochs: int = _without_flag(
-        20,
+    align_epochs: int = _without_flag(20, low=0)(
         "align_then_train: how often the demonstrations are gone through to reproduce ICL's attention outputs, before "
-        "fine-tuning begins",
-        low=0,
+        "fine-tuning begins"
     )
-    lora_rank: int = _training(
-        8, "train_parameters=lora: rank of what is added to the key and value projections", low=1
+    lora_rank: int = _training(8, low=1)(
+        "train_parameters=lora: rank of what is added to the key and value projections"
     )
     switch_labels: Literal["none", "demonstrations", "finetuning", "both"] = setting(
-        (CONTEXT, FINETUNING), "none", "where demonstrations get false labels", **SWITCH
+        (CONTEXT, FINETUNING), "none", **SWITCH
+    )("where demonstrations get false labels")
+    switch_fraction: float = setting((CONTEXT, FINETUNING), 1.0, low=0, high=1, **SWITCH)(
+        "share of the demonstrations whose label is switched"
     )
-    switch_fraction: float = setting(
-        (CONTEXT, FINETUNING), 1.0, "share of the demonstrations whose label is switched", low=0, high=1, **SWITCH
+    switch_seed: int | None = setting((CONTEXT, FINETUNING), None, low=0, high=2**32 - 1, **SWITCH)(
+        "seed of the switching (default: the run's seed)"
     )
-    switch_seed: int | None = setting(
-        (CONTEXT, FINETUNING), None, "seed of the switching (default: the run's seed)", low=0, high=2**32 - 1, **SWITCH
+    position: Literal["option0", "query", "gold"] = _recording("option0", paper="query")(
+        "token whose activations are compared: label of option 0, last query token, gold label"
     )
-    position: Literal["option0", "query", "gold"] = _recording(
-        "option0",
-        "token whose activations are compared: label of option 0, last query token, gold label",
-        paper="query",
+    head_outputs: Literal["skipped", "recorded"] = _recording("skipped")(
+        "whether the output of every head is recorded too, before the output projection: adds sim_aou_heads"
     )
-    head_outputs: Literal["skipped", "recorded"] = _recording(
-        "skipped", "whether the output of every head is recorded too, before the output projection: adds sim_aou_heads"
+    loss_on: Literal["all", "label"] = setting((FINETUNING,), "all", paper="label")(
+        "tokens that carry the fine-tuning loss"
     )
-    loss_on: Literal["all", "label"] = setting(
-        (FINETUNING,), "all", "tokens that carry the fine-tuning loss", paper="label"
+    finetuning_order: Literal["drawn", "icl"] = setting((FINETUNING,), "drawn", paper="icl")(
+        "order of fine-tuning: drawn anew, or that of the ICL prompt"
     )
-    finetuning_order: Literal["drawn", "icl"] = setting(
-        (FINETUNING,), "drawn", "order of fine-tuning: drawn anew, or that of the ICL prompt", paper="icl"
+    finetuning_demonstrations: Literal["all", "fitting"] = setting((FINETUNING,), "all", paper="fitting")(
+        "fine-tune on all k demonstrations or on those that fit into the ICL prompt"
     )
-    finetuning_demonstrations: Literal["all", "fitting"] = setting(
-        (FINETUNING,),
-        "all",
-        "fine-tune on all k demonstrations or on those that fit into the ICL prompt",
-        paper="fitting",
+    biases: Literal["trained", "frozen"] = _training("trained", paper="frozen")(
+        "whether biases of the trained projections learn"
     )
-    biases: Literal["trained", "frozen"] = _training(
-        "trained", "whether biases of the trained projections learn", paper="frozen"
+    random_update: Literal["uniform", "gaussian"] = _metrics("uniform", paper="gaussian")(
+        "the random update that sim_aou_random compares with"
     )
-    random_update: Literal["uniform", "gaussian"] = _metrics(
-        "uniform", "the random update that sim_aou_random compares with", paper="gaussian"
+    attention_similarity: Literal["scores", "probabilities"] = _metrics("scores", paper="probabilities")(
+        "compare attention before the softmax or after it"
     )
-    attention_similarity: Literal["scores", "probabilities"] = _metrics(
-        "scores", "compare attention before the softmax or after it", paper="probabilities"
+    final_norm: Literal["lost", "kept"] = _weights("lost", paper="kept", only_if={WEIGHTS: ("init", INITS[2:])})(
+        "final layer norm of the baselines trained-embeddings and layer-norms"
     )
-    final_norm: Literal["lost", "kept"] = _weights(
-        "lost",
-        "final layer norm of the baselines trained-embeddings and layer-norms",
-        paper="kept",
-        only_if={WEIGHTS: ("init", INITS[2:])},
-    )
-    permutation_zero: Literal["identity", "drawn"] = setting(
-        (CONTEXT, FINETUNING),
-        "identity",
-        "what permutation index 0 means: no permutation, or the first one drawn",
-        paper="drawn",
+    permutation_zero: Literal["identity", "drawn"] = setting((CONTEXT, FINETUNING), "identity", paper="drawn")(
+        "what permutation index 0 means: no permutation, or the first one drawn"
     )
     # The paper's update rule gives every layer its own full step, which is what adding the losses does.
-    layer_loss: Literal["sum", "mean"] = _training(
-        "sum", "add the layer-causal losses of the layers, or average them", paper="sum", flag_of=("layer_causal_ce",)
+    layer_loss: Literal["sum", "mean"] = _training("sum", paper="sum", flag_of=("layer_causal_ce",))(
+        "add the layer-causal losses of the layers, or average them"
     )
     layer_causal_point: Literal["layer", "attention", "attention_output"] = _training(
-        "layer",
+        "layer", paper="attention_output", flag_of=("layer_causal_ce",)
+    )(
         "where a layer's loss is taken: on its output, on the residual stream right after its attention, or on the "
-        "attention's output alone",
-        paper="attention_output",
-        flag_of=("layer_causal_ce",),
+        "attention's output alone"
     )
-    softmax_gradient: Literal["kept", "stopped"] = _training(
-        "kept",
+    softmax_gradient: Literal["kept", "stopped"] = _training("kept", paper="kept")(
         "the derivative through the attention weights; stopped: the loss reaches values alone, queries and keys learn "
-        "nothing",
-        paper="kept",
+        "nothing"
     )
-    step_per: Literal["demonstration", "token"] = _training(
-        "demonstration", "one optimizer step per demonstration or per scored token", paper="token"
+    step_per: Literal["demonstration", "token"] = _training("demonstration", paper="token")(
+        "one optimizer step per demonstration or per scored token"
     )
 
     def __post_init__(self) -> None:

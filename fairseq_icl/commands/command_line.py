@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,32 +22,27 @@ from fairseq_icl.files import PACKAGE
 from fairseq_icl.settings import SETTINGS, Setting
 
 COMMANDS = {
-    "demo": ("fairseq_icl.commands.demo", "run the whole instrument on the small model that ships with it"),
-    "doctor": ("fairseq_icl.commands.doctor", "say what is in a model folder, and what is missing"),
-    "datasets": ("fairseq_icl.commands.datasets", "list the datasets, show examples and statistics"),
-    "fetch": (
-        "fairseq_icl.commands.fetch",
-        "bring datasets and models from the Hugging Face hub, or fairseq's archives",
-    ),
-    "score": ("fairseq_icl.commands.score", "score ZSL, ICL and FT side by side (fairseq-validate with our defaults)"),
-    "replicate": ("fairseq_icl.commands.replicate", "rerun a paper's experiments, or your own"),
-    "report": ("fairseq_icl.commands.report", "tables and figures of a run beside the published numbers"),
-    "theory": ("fairseq_icl.commands.theory", "the papers' statements, executed: each with its error and its limits"),
+    "demo": "run the whole instrument on the small model that ships with it",
+    "doctor": "say what is in a model folder, and what is missing",
+    "datasets": "list the datasets, show examples and statistics",
+    "fetch": "bring datasets and models from the Hugging Face hub, or fairseq's archives",
+    "score": "score ZSL, ICL and FT side by side (fairseq-validate with our defaults)",
+    "replicate": "rerun a paper's experiments, or your own",
+    "report": "tables and figures of a run beside the published numbers",
+    "theory": "the papers' statements, executed: each with its error and its limits",
 }
+"""The commands, each a module of this folder, and what they do."""
 
 
 def usage() -> str:
     """What `fairseq-icl --help` prints."""
-    lines = [f"  {name:<10} {help_text}" for name, (_, help_text) in COMMANDS.items()]
+    lines = [f"  {name:<10} {help_text}" for name, help_text in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: fairseq-icl COMMAND [OPTIONS]",
-            "",
-            "Does a model learn in context the way gradient descent would teach it?",
-            "",
+            "usage: fairseq-icl COMMAND [OPTIONS]\n",
+            "Does a model learn in context the way gradient descent would teach it?\n",
             *lines,
-            "",
-            "fairseq-icl COMMAND --help explains each. Fine-tune with fairseq-train --user-dir fairseq_icl.",
+            "\nfairseq-icl COMMAND --help explains each. Fine-tune with fairseq-train --user-dir fairseq_icl.",
             f"version {__version__}",
         ]
     )
@@ -132,18 +128,16 @@ def run(words: list[str]) -> int:
         exit_with("fairseq-icl bench has left the package: run python -m benchmarks in a clone of the repository")
     if words[0] not in COMMANDS:
         exit_with(f"fairseq-icl {words[0]}: no such command; choose from {', '.join(COMMANDS)}")
-    if words[0] in SLOW and not {*HELP}.isdisjoint(words):
+    if words[0] in SLOW and not {"-h", "--help"}.isdisjoint(words):
         SLOW[words[0]]().print_help()
         return 0
-    module = importlib.import_module(COMMANDS[words[0]][0])
-    code: int = module.main(words[1:])
+    code: int = importlib.import_module(f"fairseq_icl.commands.{words[0]}").main(words[1:])
     return code
 
 
 FOLDER = PACKAGE / "config"
 GROUPS = ("experiment", "model")
-HELP = ("-h", "--help")
-FROM_PAPER = dict.fromkeys(("num_demonstrations", "seed", "permutation", "lr"), "as the paper says")
+FROM_PAPER = ("num_demonstrations", "seed", "permutation", "lr")
 """Settings whose default in `replicate` is what the paper has for the dataset."""
 KEY = re.compile(r"(?P<name>[a-z_]+): *(?P<default>[^#]*?) *(# (?P<text>.*))?")
 REPLICATE = """Rerun a paper, or a part of it; what is finished stays, what is missing is computed.
@@ -169,12 +163,21 @@ Every flag of fairseq-validate works (fairseq-validate --help); those of the tas
 """
 
 
+RawParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def replicate() -> argparse.ArgumentParser:
-    """The flags and keys of `replicate`."""
-    parser = _parser("replicate", REPLICATE)
+    """The flags of `replicate`."""
+    parser = RawParser("fairseq-icl replicate", description=REPLICATE)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the keys and settings below")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with an estimate of time and memory")
     parser.add_argument("--quiet", action="store_true", help="no progress, no tables")
+    return parser
+
+
+def explained_replicate() -> argparse.ArgumentParser:
+    """The same, with all keys and settings in its help."""
+    parser = replicate()
     groups = [f"{group}: {', '.join(sorted(p.stem for p in (FOLDER / group).glob('*.yaml')))}" for group in GROUPS]
     groups[1] += "; or a path of a checkpoint, a Hugging Face folder or a YAML file, or hub:OWNER/NAME"
     settings = [
@@ -188,40 +191,31 @@ def replicate() -> argparse.ArgumentParser:
 def doctor(description: str | None, text: str) -> argparse.ArgumentParser:
     """The flags of `doctor`; `text` is the one that is tokenized."""
     parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=description)
-    parser.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        help="folder with model.pt, dict.txt and the tokenizer's files; a Hugging Face folder; demo: the shipped model",
-    )
+    what = "folder with model.pt, dict.txt and the tokenizer's files; a Hugging Face folder; demo: the shipped model"
+    parser.add_argument("folder", type=Path, nargs="?", help=what)
     parser.add_argument("--data", type=Path, metavar="DATA", help="look at the datasets in this folder (too)")
     parser.add_argument("--text", default=text, help="text for the tokenizer's round trip and the continuation")
     parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
-    parser.add_argument(
-        "--reference", action="store_true", help="compare a Hugging Face folder with transformers' own code"
-    )
+    of_reference = "compare a Hugging Face folder with transformers' own code"
+    parser.add_argument("--reference", action="store_true", help=of_reference)
     return parser
 
 
 def score() -> argparse.ArgumentParser:
     """The flags of `score` that fairseq-validate does not have, for its help."""
-    parser = _parser("score", SCORE, usage="fairseq-icl score DATA --path CHECKPOINT [FLAGS]", add_help=False)
+    usage = "fairseq-icl score DATA --path CHECKPOINT [FLAGS]"
+    parser = RawParser("fairseq-icl score", usage=usage, description=SCORE, add_help=False)
     known = [known for known in SETTINGS.values() if known.is_flag_of("task", "icl_similarity")]
     parser.epilog = _lines("flags", [f"--{_described(one).replace('_', '-', one.name.count('_'))}" for one in known])
     return parser
 
 
 SLOW = {
-    "replicate": replicate,
+    "replicate": explained_replicate,
     "doctor": lambda: doctor("What is in a model folder, whether it fits together, and what to do if not.", "..."),
     "score": score,
 }
 """Commands whose help is printed without importing them."""
-
-
-def _parser(command: str, description: str, **more: object) -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"fairseq-icl {command}", description=description, formatter_class=form, **more)  # type: ignore[arg-type]
 
 
 def _described(known: Setting, default: str = "") -> str:
