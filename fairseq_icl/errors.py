@@ -9,9 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_CODE = 2
-MEMORY_REMEDY = (
-    "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16, or fewer workers for each GPU"
-)
 
 
 class UserError(Exception):
@@ -55,7 +52,10 @@ def find_user_error(error: BaseException | None) -> str | None:
 
 def out_of_memory(error: BaseException) -> str:
     """One line for torch's error of several sentences."""
-    return f"{str(error).split('. ')[0]}; {MEMORY_REMEDY}"
+    remedy = (
+        "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16, or fewer workers for each GPU"
+    )
+    return f"{str(error).split('. ')[0]}; {remedy}"
 
 
 def exit_with(message: str, code: int = EXIT_CODE) -> NoReturn:

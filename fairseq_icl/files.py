@@ -28,11 +28,7 @@ DEMO_DATA = PACKAGE / "demo" / "data"
 HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40]
 """This machine's name as it stands in names of temporary files."""
 TEMPORARY = re.compile(r"\.(?P<name>.+)-(?P<host>[A-Za-z0-9_]*)\.(?P<pid>[0-9]+)-[a-z0-9_]+")
-ABANDONED_AFTER = 24 * 3600.0
-"""Seconds after which a temporary file of another host is taken for a leftover."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""What file systems say that cannot sync folders."""
 
 
 def write_atomically(path: str | Path, content: str | bytes | memoryview | Callable[[Path], object]) -> None:
@@ -90,7 +86,7 @@ def is_abandoned(path: Path) -> bool:
         except PermissionError:  # another user's
             pass
     try:
-        return time.time() - path.lstat().st_mtime > ABANDONED_AFTER
+        return time.time() - path.lstat().st_mtime > 24 * 3600
     except OSError:  # another process removed it
         return False
 
@@ -109,7 +105,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in NO_SYNC or not path.is_dir():
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # a system that syncs no folders
             raise
     finally:
         os.close(handle)

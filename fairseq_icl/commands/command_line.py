@@ -36,16 +36,15 @@ COMMANDS = {
 
 def usage() -> str:
     """What `fairseq-icl --help` prints."""
-    lines = [f"  {name:<10} {help_text}" for name, help_text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: fairseq-icl COMMAND [OPTIONS]\n",
-            "Does a model learn in context the way gradient descent would teach it?\n",
-            *lines,
-            "\nfairseq-icl COMMAND --help explains each. Fine-tune with fairseq-train --user-dir fairseq_icl.",
-            f"version {__version__}",
-        ]
-    )
+    commands = "\n".join(f"  {name:<10} {help_text}" for name, help_text in COMMANDS.items())
+    return f"""usage: fairseq-icl COMMAND [OPTIONS]
+
+Does a model learn in context the way gradient descent would teach it?
+
+{commands}
+
+fairseq-icl COMMAND --help explains each. Fine-tune with fairseq-train --user-dir fairseq_icl.
+version {__version__}"""
 
 
 class Terminated(BaseException):
@@ -54,11 +53,6 @@ class Terminated(BaseException):
 
 _received: list[int] = []
 """The signal that is ending the process."""
-SPINNING = "1000"
-"""How often an OpenMP thread looks for work before it sleeps: by default some milliseconds, in which others cannot run.
-Beside busy processes this is most of the time (docs/faq.md)."""
-AGAIN_AFTER = 0.05
-"""Seconds until a signal that got lost is sent again."""
 LAST_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -75,8 +69,7 @@ def _on_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     if not isinstance(unraisable.exc_value, KeyboardInterrupt | Terminated):
         sys.__unraisablehook__(unraisable)
         return
-    number = _received.pop()
-    threading.Timer(AGAIN_AFTER, os.kill, (os.getpid(), number)).start()
+    threading.Timer(0.05, os.kill, (os.getpid(), _received.pop())).start()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,8 +77,10 @@ def main(argv: list[str] | None = None) -> int:
 
     Ctrl-C ends with one line and code 130, SIGTERM with 143; whoever reads our output may stop reading (141).
     """
-    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is loaded, which it is not yet
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINNING)
+    # How often an OpenMP thread looks for work before it sleeps: by default some milliseconds, in which others cannot
+    # run. Beside busy processes this is most of the time (docs/faq.md). Read when torch is loaded, which it is not yet.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     _received.clear()
     before = {number: signal.signal(number, _on_signal) for number in LAST_WORDS}
     hook, sys.unraisablehook = sys.unraisablehook, _on_unraisable

@@ -34,11 +34,8 @@ from fairseq_icl.prompts.readers import SPLITS, compare_rows, has_files, read_sp
 
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"
-CONTINUATION_TOKENS = 8
 HEADROOM = 1.1
 """Memory that weights and one prompt need, in units of the weights."""
-HALF_TOLERANCE = 0.1
-"""Of log-probabilities in fp16."""
 
 
 class Stop(Exception):
@@ -289,7 +286,7 @@ def compare_devices(findings: Findings, decoder: FairseqDecoder, rows: Sequence[
     difference, of_gradient = differences("comparing CPU and GPU in fp16", torch.float16)
     text = f"log-probabilities differ by at most {difference:.1e} from fp32, gradients by"
     text += f" {of_gradient:.1e} of their length"
-    if difference <= HALF_TOLERANCE:
+    if difference <= 0.1:
         findings.say("gpu fp16", text)
     else:
         wrong = "numbers overflow or lose too many digits; take precision=bf16 or fp32"
@@ -337,7 +334,7 @@ def devices_numbers(
 def next_tokens(decoder: FairseqDecoder, dictionary: Dictionary, ids: list[int]) -> Iterator[int]:
     """The most likely tokens after BOS and `ids`, one after the other, until EOS."""
     tokens = [dictionary.bos(), *ids]
-    for _ in range(CONTINUATION_TOKENS):
+    for _ in range(8):
         features = decoder(torch.tensor([tokens]), features_only=True)[0][:, -1]  # (1, dim)
         tokens.append(int(decoder.output_layer(features).argmax()))
         if tokens[-1] == dictionary.eos():

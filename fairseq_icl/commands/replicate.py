@@ -36,11 +36,6 @@ from fairseq_icl.replication.report.tables import check_tables
 from fairseq_icl.replication.run import by_dask, engine_of, in_this_process, run, unfinished
 from fairseq_icl.settings import SETTINGS
 
-HUB_DATA = "hub"
-"""data=hub: the datasets are fetched into the cache."""
-PRINTED = 12
-"""Characters of a hash that a plan keeps, to tell cells apart."""
-
 
 def main(argv: list[str]) -> int:
     """Entry of the command."""
@@ -135,17 +130,17 @@ def job_of(config: dict[str, Any], data: Path) -> Job:
 
 def with_fetched(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with model=hub:NAME and data=hub brought here and replaced by the folders they are in."""
+    quiet = config["quiet"]
     if config["model"]["path"].startswith(HUB):
         from fairseq_icl.fetching.models import cached_hub_model
 
-        folder = cached_hub_model(config["model"]["path"], quiet=config["quiet"])
-        config = {**config, "model": {**config["model"], "path": str(folder)}}
-    if config["data"] == HUB_DATA:
+        path = str(cached_hub_model(config["model"]["path"], quiet=quiet))
+        config = {**config, "model": {**config["model"], "path": path}}
+    if config["data"] == "hub":
         from fairseq_icl.fetching.data import data_cache, fetch_dataset
 
-        names = [config["datasets"]] if isinstance(config["datasets"], str) else config["datasets"]
-        for name in names:
-            fetch_dataset(load_spec(name), data_cache(), quiet=config["quiet"])
+        for name in [config["datasets"]] if isinstance(config["datasets"], str) else config["datasets"]:
+            fetch_dataset(load_spec(name), data_cache(), quiet=quiet)
         config = {**config, "data": str(data_cache())}
     return config
 
@@ -156,7 +151,7 @@ def plan_of(config: dict[str, Any], cells: Sequence[Cell], keys: Keys) -> dict[s
         {name: getattr(cell, name) for name in ("model", "dataset", "method", "variant")}
         | {name: getattr(cell.settings, name) for name in GRID}
         | {"key": keys.of(cell), "settings": cell.changed_settings()}
-        | {"prints": {name: text[:PRINTED] for name, text in keys.prints(cell).items() if name in ("model", "data")}}
+        | {"prints": {name: text[:12] for name, text in keys.prints(cell).items() if name in ("model", "data")}}
         for cell in cells
     ]
     return {

@@ -173,9 +173,14 @@ class CellFolder:
 
     path: Path
 
+    @property
+    def remedy(self) -> str:
+        """What to do where something in it is damaged."""
+        return f"remove the folder {self.path} {AGAIN}"
+
     def description(self) -> CellDescription:
         """What cell.json says."""
-        return read_typed(CellDescription, self.path / DESCRIPTION, self._remedy)
+        return read_typed(CellDescription, self.path / DESCRIPTION, self.remedy)
 
     def read(self) -> CellResults:
         """The cell without its single examples; a UserError names the file that is damaged and what to do about it."""
@@ -190,7 +195,7 @@ class CellFolder:
             )
         except UserError as error:
             problem = str(error).split("; make it with")[0]  # a cell's record is not made by hand
-            raise UserError(f"{problem}; {self._remedy}") from error
+            raise UserError(f"{problem}; {self.remedy}") from error
 
     def values(self, metrics: Sequence[str]) -> dict[str, pd.DataFrame]:
         """Metric -> values, a row an example and a column a layer (one column, -1, if it has none)."""
@@ -201,19 +206,15 @@ class CellFolder:
         path = self.path / EXAMPLES
         if not os.path.lexists(path):
             return None
-        kept = read_typed(KeptExamples, path, self._remedy)
+        kept = read_typed(KeptExamples, path, self.remedy)
         sizes = {len(shares) - len(one.options) for one in kept.examples for shares in one.probabilities.values()}
         if sizes - {0} or any({"zsl", "icl", "ft"} - set(one.probabilities) for one in kept.examples):
-            raise UserError(f"{path}: damaged, it has not a probability for every option; {self._remedy}")
+            raise UserError(f"{path}: damaged, it has not a probability for every option; {self.remedy}")
         return kept.model_dump(exclude_unset=True, include={"demonstrations", "examples"})
 
     def seconds(self) -> float:
         """How long the cell took."""
-        return read_typed(CellTime, self.path / TIME, self._remedy).seconds
-
-    @property
-    def _remedy(self) -> str:
-        return f"remove the folder {self.path} {AGAIN}"
+        return read_typed(CellTime, self.path / TIME, self.remedy).seconds
 
     def write(
         self,
@@ -239,31 +240,28 @@ class CellFolder:
         (self.path / TIME).write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class ObservationFolder:
-    """The folder of one observation; its files are those that were written, to the last byte, or it is not read."""
+def read_observation(folder: Path) -> Observed:
+    """The observation of a folder; a UserError if anything about it is not as it was written, to the last byte."""
+    sums = read_typed(SumsFile, folder / SUMS)
+    try:
+        found = {file.name: sha256_of(file) for file in folder.iterdir() if file.name != SUMS}
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({reason_of(error)})") from error
+    if sums.key != folder.name or found != sums.files:
+        raise UserError(f"{folder}: damaged, its files are not those that were written")
+    _, seen = load_observations(folder / OBSERVATION)
+    if "seen" not in seen:
+        raise UserError(f"{folder / OBSERVATION}: not an observation of a run")
+    gradients = folder / GRADIENTS
+    return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
 
-    path: Path
 
-    def read(self) -> Observed:
-        """The observation; a UserError if anything about it is not as it was written."""
-        sums = read_typed(SumsFile, self.path / SUMS)
-        try:
-            found = {file.name: sha256_of(file) for file in self.path.iterdir() if file.name != SUMS}
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({reason_of(error)})") from error
-        if sums.key != self.path.name or found != sums.files:
-            raise UserError(f"{self.path}: damaged, its files are not those that were written")
-        _, seen = load_observations(self.path / OBSERVATION)
-        if "seen" not in seen:
-            raise UserError(f"{self.path / OBSERVATION}: not an observation of a run")
-        gradients = self.path / GRADIENTS
-        return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
-
-    def write(self, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None) -> None:
-        """Write all files into the folder, which will be the one of `key`."""
-        save_observations(self.path / OBSERVATION, {"seen": observation})
-        if gradients is not None:
-            write_gradient_record(self.path / GRADIENTS, *gradients)
-        sums = {file.name: sha256_of(file) for file in sorted(self.path.iterdir())}
-        (self.path / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")
+def write_observation(
+    folder: Path, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None
+) -> None:
+    """Write all files into the folder, which will be the one of `key`."""
+    save_observations(folder / OBSERVATION, {"seen": observation})
+    if gradients is not None:
+        write_gradient_record(folder / GRADIENTS, *gradients)
+    sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+    (folder / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")

@@ -22,7 +22,6 @@ from fairseq_icl.prompts.sampling import read_rows
 from fairseq_icl.settings import CONTEXT, OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
 from fairseq_icl.training.methods import Method, get_method, method_names
 
-KEY_LENGTH = 20
 OWN = "fairseq_icl."
 STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 3}
 """The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
@@ -153,7 +152,7 @@ def _described(method: Method) -> dict[str, Any]:
 
 
 def _hash(*content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=_told).encode()).hexdigest()[:KEY_LENGTH]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=_told).encode()).hexdigest()[:20]
 
 
 def _told(settings: Settings) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from fairseq_icl.replication.find_model import (
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
 from fairseq_icl.typed import Typed, validated
 
-CONFIG_NAME = "replicate"
 GRID = ("seed", "permutation", "init")
 """Settings of which the papers have several values; null is what the paper says."""
 NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
@@ -43,8 +42,6 @@ NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
 FROM_PAPER = (*GRID, "num_demonstrations", "lr")
 LISTS = ("dataset", "datasets", "method", "plugins", "tables")
 GROUPS = ("model", "experiment")
-COMMA_TEXTS = ("train_parameters", "layer_clip_value")
-"""Settings whose one value is a text with commas; several values are given as ["A,B","C"]."""
 DEMO = {"data": "demo", "paper": "demo", "datasets": "[demo_sentiment,demo_subjectivity]"}
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
 BARE_LIST = re.compile(r"[^\[\]{}'\"()]+,[^\[\]{}'\"()]+")
@@ -90,8 +87,8 @@ def friendly(overrides: Sequence[str]) -> list[str]:
             if not value.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
                 result.append(f"model.path={quoted(value)}")
             continue
-        if BARE_LIST.fullmatch(value) and key in COMMA_TEXTS:
-            value = quoted(value)
+        if BARE_LIST.fullmatch(value) and key in ("train_parameters", "layer_clip_value"):
+            value = quoted(value)  # one text with commas; several are given as ["A,B","C"]
         elif BARE_LIST.fullmatch(value) and (key in LISTS or key in SETTINGS):
             value = f"[{value}]"
         elif key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
@@ -137,7 +134,7 @@ def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
-            config = compose(CONFIG_NAME, overrides=list(overrides))
+            config = compose("replicate", overrides=list(overrides))
         if added := [text for text in overrides if re.match(r"[+~]*hydra[./]", text)]:
             raise UserError(f"{added[0]}: Hydra's own settings are not for users here; leave it out")
         if missing := sorted(OmegaConf.missing_keys(config)):
@@ -267,12 +264,6 @@ def check(values: dict[str, Any]) -> None:
                 setting.check(single)
     check_reading(values["reading"])
     name_model(values["model"])
-
-
-def check_scale(value: Any) -> None:
-    """Refuse a factor on the learning rate that is no number from 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SCALE:
-        raise UserError(f"lr_scale={str(value)[:80]}: must be a number of at least 0")
 
 
 def explain(error: Exception) -> str:

@@ -37,9 +37,6 @@ from fairseq_icl.training.fine_tuning import Watch, fine_tuned
 from fairseq_icl.training.methods import get_method, training_command, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns
 
-LEFT_FREE = 2**28
-"""Bytes of the disk that are left to the results when a model is shared."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -76,7 +73,7 @@ class Engine:
         self.shared_model = found.get(self.keys.of(task.cell, "model"))
         if task.kind == "cell":
             self.compute(task.cell, prompts)
-        elif self._stored(task.key) is None:
+        elif self.folder.observation(task.key) is None:
             seen, gradients = self.observe(task, prompts)
             self.folder.keep_observation(task.key, seen, self._with_decoder(task.cell, gradients))
         return None
@@ -94,7 +91,10 @@ class Engine:
         start = time.perf_counter()
         prompts = replace(prompts, settings=cell.settings)  # those of its neighbours, who may record or compare others
         needs = observations_of(cell, self.keys)
-        seen = [self._stored(need.key) or self.observe(need, prompts) for need in needs[: 2 if watches(cell) else None]]
+        seen = [
+            self.folder.observation(need.key) or self.observe(need, prompts)
+            for need in needs[: 2 if watches(cell) else None]
+        ]
         curve = None
         if watches(cell):
             watched = Curve(prompts, seen[0][0], seen[1][0], cell.settings.curve_examples)
@@ -111,18 +111,6 @@ class Engine:
         kept["seconds"] = time.perf_counter() - start
         self.folder.finish(self.keys.of(cell), lambda folder: folder.write(description, table, made_by, **kept))
 
-    def _stored(self, key: str) -> Observed | None:
-        """The stored observation; one that is damaged is removed."""
-        folder = self.folder.observation(key)
-        if not os.path.lexists(folder.path):
-            return None
-        try:
-            return folder.read()
-        except UserError as error:
-            self.folder.say(f"{error}: it is made again")
-            self.folder.drop(key)
-            return None
-
     def observe(self, task: Task, prompts: Prompts, watch: Watch | None = None) -> Observed:
         """Observe a condition now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
         gc.collect()  # fairseq's trainer is in a cycle, and with it what was trained last
@@ -133,7 +121,7 @@ class Engine:
             return observe(model, prompts, in_context=task.kind == "icl"), None
         settings = {name: getattr(cell.settings, name) for name in OF_TRAINING}
         limit = limits_of(cell, self.keys)
-        limits = None if limit is None else (self._stored(limit.key) or self.observe(limit, prompts))[1]
+        limits = None if limit is None else (self.folder.observation(limit.key) or self.observe(limit, prompts))[1]
         with fine_tuned(model, prompts, cell.method, limits=limits, after_demonstration=watch, **settings) as tuned:
             return observe(tuned, prompts), tuned.gradients
 
@@ -187,7 +175,7 @@ class Engine:
         if task.cell.settings.device != "cpu" or path.is_file():
             return str(path) if path.is_file() else ""
         lm = load_from(self.keys.files, task.cell.settings).lm
-        needed = sum(parameter.nbytes for parameter in lm.parameters()) + LEFT_FREE
+        needed = sum(parameter.nbytes for parameter in lm.parameters()) + 2**28  # which is left to the results
         try:
             if (free := shutil.disk_usage(path.parent).free) < needed:
                 raise UserError(f"{path.parent}: {needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} free")

@@ -34,17 +34,22 @@ from filelock import FileLock, Timeout
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import is_abandoned, reason_of, remedy_for, remove, sync, temporary_prefix, write_atomically
 from fairseq_icl.observing import Observation
-from fairseq_icl.replication.artefacts import AGAIN, CellFolder, FolderFormat, ObservationFolder, PlanFile, Running
+from fairseq_icl.replication.artefacts import (
+    AGAIN,
+    CellFolder,
+    FolderFormat,
+    Observed,
+    PlanFile,
+    Running,
+    read_observation,
+    write_observation,
+)
 from fairseq_icl.typed import read_typed, validated
 
 FORMAT = 3
 FOLDERS = ("plans", "cells", "observations", "models")
-LOGS = "jobs"
-"""Folder of what the jobs of a cluster say."""
-OTHERS = ("store.json", "stand_in", "report", "running.lock", "running.json", LOGS)
+OTHERS = ("store.json", "stand_in", "report", "running.lock", "running.json", "jobs")
 """What else may lie in a results folder, besides the locks of shares."""
-WORKED_ON = (".", *FOLDERS, "stand_in", "report", "report/figures")
-"""Where a killed process may leave unfinished files."""
 
 
 class StoreError(UserError):
@@ -156,19 +161,25 @@ class ResultsFolder:
         """Store a cell: `write` fills a folder, which becomes the cell's in one step."""
         self._put(self.cell(key).path, lambda path: write(CellFolder(path)))
 
-    def observation(self, key: str) -> ObservationFolder:
-        """The folder of an observation that several cells share."""
-        return ObservationFolder(self.folder / "observations" / key)
+    def observation(self, key: str) -> Observed | None:
+        """The observation that was kept, if its files are those that were written to the last byte; else removed."""
+        path = self.folder / "observations" / key
+        try:
+            return read_observation(path) if os.path.lexists(path) else None
+        except UserError as error:
+            self.say(f"{error}: it is made again")
+            self.drop(key)
+            return None
 
     def keep_observation(self, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None) -> None:
         """Keep an observation, with the gradient record and the decoder it was made with if it has one."""
-        target = self.observation(key).path
-        self._put(target, lambda path: ObservationFolder(path).write(key, observation, gradients))
+        target = self.folder / "observations" / key
+        self._put(target, lambda path: write_observation(path, key, observation, gradients))
 
     def drop(self, key: str) -> None:
         """Forget what has this key: an observation or a shared model that nobody needs, a cell to be computed again."""
         with _clear_errors(self.folder):
-            for path in (self.observation(key).path, self.shared_model(key), self.cell(key).path):
+            for path in (self.folder / "observations" / key, self.shared_model(key), self.cell(key).path):
                 remove(path)
 
     def shared_model(self, key: str) -> Path:
@@ -201,7 +212,8 @@ class ResultsFolder:
 
     def sweep(self, *, alone: bool) -> None:
         """Remove what killed processes left half-written and, if no share can be using them, models they shared."""
-        unfinished = (path for name in WORKED_ON for path in (self.folder / name).glob(".*") if is_abandoned(path))
+        worked_on = [self.folder / name for name in (".", *FOLDERS, "stand_in", "report", "report/figures")]
+        unfinished = (path for folder in worked_on for path in folder.glob(".*") if is_abandoned(path))
         for path in (*unfinished, *((self.folder / "models").glob("[!.]*") if alone else ())):
             remove(path)
 

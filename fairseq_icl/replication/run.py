@@ -29,14 +29,12 @@ from fairseq_icl.replication.cells import Cell, Keys, foreign_metrics
 from fairseq_icl.replication.configuration import LOCAL, QUEUES, SCHEDULER, ClusterSettings
 from fairseq_icl.replication.engine import Engine, Job, import_plugin
 from fairseq_icl.replication.find_model import find_model
-from fairseq_icl.replication.folders import LOGS, ResultsFolder, StoreError
+from fairseq_icl.replication.folders import ResultsFolder, StoreError
 from fairseq_icl.replication.graph import Task, graph_of, kept_for
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-FIRST_WORKER = 24 * 3600
-"""Seconds that the first job of a cluster may wait in its queue."""
 Tell = Callable[[str], None]
 """Takes a line for the user."""
 Outcomes = Callable[[Job, Sequence[Task]], Iterator["Outcome"]]
@@ -172,7 +170,7 @@ def by_dask(job: Job, graph: Sequence[Task], *, workers: int, cluster: ClusterSe
 
     by_key = {task.key: task for task in graph}
     left = Counter(need for task in graph for need in task.needs)
-    with client_of(workers, cluster, job.out / LOGS, say) as client:
+    with client_of(workers, cluster, job.out / "jobs", say) as client:
         futures: dict[str, Future] = {}
         for number, task in enumerate(graph):
             needs = [futures[need] for need in task.needs]
@@ -222,7 +220,7 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Tell) -> 
         say(f"Dask's dashboard: {client.dashboard_link}")
         if cluster.kind == LOCAL and torch.cuda.device_count() > 1:
             client.register_plugin(_one_gpu_each())
-        client.wait_for_workers(1, timeout=FIRST_WORKER)
+        client.wait_for_workers(1, timeout=24 * 3600)  # as long the first job may wait in its queue
         yield client
 
 

@@ -60,7 +60,7 @@ def test_what_is_on_disk_is_not_in_the_graph(world, tmp_path):
     assert all(engine.folder.cell(engine.keys.of(cell)).path.is_dir() for cell in done)
     assert Counter(task.kind for task in graph_of(cells, engine.keys, engine.folder))["zsl"] == 1
     (need,) = [task for task in graph_of(cells, engine.keys, engine.folder) if task.kind == "zsl"]
-    engine.folder.observation(need.key).path.mkdir()
+    (engine.folder.folder / "observations" / need.key).mkdir()
     assert Counter(task.kind for task in graph_of(cells, engine.keys, engine.folder))["zsl"] == 0
 
 
