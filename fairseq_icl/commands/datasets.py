@@ -124,12 +124,9 @@ class Statistics:
     dataset: str
     train_rows: int
     valid_rows: int
-    average_tokens: float
-    """Tokens of a training example: input and gold label, without BOS and EOS."""
-    longest_query: int
-    """Tokens of the longest evaluation sequence, with BOS and label."""
-    fitting: int
-    """Demonstrations of average length that fit beside the longest evaluation sequence."""
+    average_tokens: float  # tokens of a training example: input and gold label, without BOS and EOS
+    longest_query: int  # tokens of the longest evaluation sequence, with BOS and label
+    fitting: int  # demonstrations of average length that fit beside the longest evaluation sequence
 
 
 def dataset_statistics(

@@ -58,19 +58,13 @@ class CellDescription(Typed, extra="allow"):
     cell: CellIdentity
     context_rows: list[int] = []
     rows: dict[str, dict[str, Any]] = {}
-    command: str | None = None
-    """The `fairseq-train` command that fine-tunes as the cell did."""
-    learns: str = ""
-    """What learnt: "4 tensors, layers 28 to 29, 0.9 million parameters"."""
-    lr_made_for: str | None = None
-    """The model that the learning rate was made for."""
+    command: str | None = None  # the `fairseq-train` command that fine-tunes as the cell did
+    learns: str = ""  # what learnt: "4 tensors, layers 28 to 29, 0.9 million parameters"
+    lr_made_for: str | None = None  # the model that the learning rate was made for
     model: dict[str, str] = {}
-    metrics: dict[str, str] = {}
-    """Metrics of other packages that are in the table, and the hash of their code."""
-    machine: dict[str, Any] = {}
-    """Threads, device and precision."""
-    versions: dict[str, str] = {}
-    """Of this package, torch, fairseq and numpy."""
+    metrics: dict[str, str] = {}  # metrics of other packages that are in the table, and the hash of their code
+    machine: dict[str, Any] = {}  # threads, device and precision
+    versions: dict[str, str] = {}  # of this package, torch, fairseq and numpy
 
 
 class CellTime(Typed):
@@ -90,10 +84,8 @@ class PlannedCell(Typed, extra="allow"):
     seed: int
     permutation: int
     key: str = Field(pattern=KEY)
-    settings: dict[str, Any] = {}
-    """Those that are not at their default."""
-    prints: dict[str, str] = {}
-    """Short hashes of model and data, and the versions of the stages."""
+    settings: dict[str, Any] = {}  # those that are not at their default
+    prints: dict[str, str] = {}  # short hashes of model and data, and the versions of the stages
 
 
 class PlanFile(Typed, extra="allow"):
@@ -101,22 +93,18 @@ class PlanFile(Typed, extra="allow"):
 
     experiment: str
     cells: list[PlannedCell]
-    tables: list[Any] = []
-    """Names of the published tables to show."""
-    model: dict[str, Any] = {}
-    """What `model` was in the configuration."""
+    tables: list[Any] = []  # names of the published tables to show
+    model: dict[str, Any] = {}  # what `model` was in the configuration
     asked: dict[str, Any] = {}
     """Settings that the command or its experiment gave; all others are the paper's or the default."""
-    average_over: list[str] = ["seed"]
-    """What tables may average over."""
+    average_over: list[str] = ["seed"]  # what tables may average over
 
 
 class AttentionOfExample(Typed, extra="allow"):
     """What one side attends to in an example, layer by layer."""
 
     demonstrations: list[list[int]]
-    tokens: list[list[list[int]]]
-    """Of each layer the heaviest: (token, weight in thousandths)."""
+    tokens: list[list[list[int]]]  # of each layer the heaviest: (token, weight in thousandths)
 
 
 class KeptExample(Typed, extra="allow"):
@@ -146,24 +134,13 @@ class SumsFile(Typed):
     files: dict[str, str]
 
 
-class Running(Typed):
-    """running.json: the command that works on the folder."""
-
-    pid: int
-    host: str
-    since: str
-    command: str
-
-
 @dataclass(frozen=True)
 class CellResults:
     """What a finished cell's folder holds."""
 
-    configuration: dict[str, Any]
-    """As in `CellDescription`."""
+    configuration: dict[str, Any]  # as in `CellDescription`
     means: pd.DataFrame
-    record: pd.DataFrame | None = None
-    """Of the gradients."""
+    record: pd.DataFrame | None = None  # of the gradients
     curve: pd.DataFrame | None = None
 
 

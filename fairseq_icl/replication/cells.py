@@ -40,15 +40,12 @@ class Cell:
     model: str
     dataset: str
     method: str
-    variant: str
-    """Name of the changes against the experiment's plain run; "" for the plain run."""
+    variant: str  # name of the changes against the experiment's plain run; "" for the plain run
     settings: Settings
-    source: str = ""
-    """Where the dataset's YAML comes from: its name in the catalogue or a path."""
+    source: str = ""  # where the dataset's YAML comes from: its name in the catalogue or a path
     rates: tuple[tuple[str, float], ...] = ()
     """Learning rates of the two methods that a cell compares, where each has its own; `settings.lr` is then None."""
-    lender: str = ""
-    """The model that the learning rate was made for, where it is another one."""
+    lender: str = ""  # the model that the learning rate was made for, where it is another one
 
     @property
     def spec(self) -> DatasetSpec:

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, model_validator
 
@@ -130,37 +130,22 @@ def each_of(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration of one run (`overrides` in Hydra's syntax) as plain containers, checked."""
+    """The configuration of one run (`overrides` in Hydra's syntax)."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
             config = compose("replicate", overrides=list(overrides))
-        if added := [text for text in overrides if re.match(r"[+~]*hydra[./]", text)]:
-            raise UserError(f"{added[0]}: Hydra's own settings are not for users here; leave it out")
-        if missing := sorted(OmegaConf.missing_keys(config)):
-            raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
-        values: Any = OmegaConf.to_container(config, resolve=True)
     # The last three: a group that is no word (model=3), numbers of thousands of digits, brackets nested without end.
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(explain(error)) from error
-    values.pop("hydra", None)
-    if isinstance(values.get("model"), dict):
-        values["model"] = with_model_file(values["model"])
-    check(values)
-    if values["data"] == "demo":
-        values["data"] = str(DEMO_DATA)
-    return dict(values)
+    if added := [text for text in overrides if re.match(r"[+~]*hydra[./]", text)]:
+        raise UserError(f"{added[0]}: Hydra's own settings are not for users here; leave it out")
+    return plain(config)
 
 
 LOCAL = "local"
-QUEUES = {
-    "slurm": ("SLURMCluster", "sbatch"),
-    "pbs": ("PBSCluster", "qsub"),
-    "lsf": ("LSFCluster", "bsub"),
-    "sge": ("SGECluster", "qsub"),
-    "htcondor": ("HTCondorCluster", "condor_submit"),
-}
-"""Queueing systems that `cluster=` may name, the class of dask-jobqueue for each, and the command that submits jobs."""
+QUEUES = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub", "sge": "qsub", "htcondor": "condor_submit"}
+"""Queueing systems that `cluster=` may name, and the command that submits jobs."""
 SCHEDULER = "tcp://"
 SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 MAX_SCALE = 1e12
@@ -170,8 +155,7 @@ MAX_SCALE = 1e12
 class ClusterSettings(Typed):
     """`cluster=` and `cluster.*`: where workers are started (docs/clusters.md)."""
 
-    kind: str = LOCAL
-    """local, a queueing system, or the address tcp://HOST:PORT of a running Dask scheduler."""
+    kind: str = LOCAL  # local, a queueing system, or the address tcp://HOST:PORT of a running Dask scheduler
     jobs: int = Field(4, ge=1, le=1000)
     cpus: int = Field(4, ge=1, le=1024)
     memory: str = "16GB"
@@ -243,11 +227,20 @@ def share_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def check(values: dict[str, Any]) -> None:
-    """Refuse keys that nobody reads, keys left out, and values of the wrong kind, before anything is planned.
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, complete: a model without a name gets that of its folder.
 
-    A model without a name gets that of its folder.
+    Keys that nobody reads, keys left out, and values of the wrong kind are refused before anything is planned.
     """
+    try:
+        if missing := sorted(map(str, OmegaConf.missing_keys(config))):
+            raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
+        values: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    values.pop("hydra", None)
+    if isinstance(values.get("model"), dict):
+        values["model"] = with_model_file(values["model"])
     if missing := [key for key in SETTINGS if key not in values]:
         raise UserError(f"{missing[0]}: is missing; leave it in, it has a default")
     known = {*SETTINGS, *RunConfiguration.model_fields}
@@ -264,6 +257,9 @@ def check(values: dict[str, Any]) -> None:
                 setting.check(single)
     check_reading(values["reading"])
     name_model(values["model"])
+    if values["data"] == "demo":
+        values["data"] = str(DEMO_DATA)
+    return dict(values)
 
 
 def explain(error: Exception) -> str:

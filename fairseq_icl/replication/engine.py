@@ -42,14 +42,12 @@ from fairseq_icl.training.softmax_gradient import choose_what_learns
 class Job:
     """What a process needs to know to compute any task of a run."""
 
-    model: str
-    """What `model` is in the configuration, as JSON."""
+    model: str  # what `model` is in the configuration, as JSON
     sha256: str
     """Of the model's files: hashed once a run, not by every process."""
     data: Path
     out: Path
-    plugins: tuple[str, ...] = ()
-    """Modules that register methods and metrics."""
+    plugins: tuple[str, ...] = ()  # modules that register methods and metrics
 
 
 @dataclass
@@ -58,8 +56,7 @@ class Engine:
 
     keys: Keys
     folder: ResultsFolder
-    shared_model: str | None = None
-    """File of the model of the task at hand, where workers share it."""
+    shared_model: str | None = None  # file of the model of the task at hand, where workers share it
     _model: tuple[Settings, Model] | None = None
     """The model that was used last, and the settings that tell it from others."""
 

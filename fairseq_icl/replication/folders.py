@@ -40,11 +40,10 @@ from fairseq_icl.replication.artefacts import (
     FolderFormat,
     Observed,
     PlanFile,
-    Running,
     read_observation,
     write_observation,
 )
-from fairseq_icl.typed import read_typed, validated
+from fairseq_icl.typed import read_json, read_typed, validated
 
 FORMAT = 3
 FOLDERS = ("plans", "cells", "observations", "models")
@@ -114,10 +113,10 @@ class ResultsFolder:
                             pass
                 except Timeout as error:
                     owner = "another command"
-                    with suppress(UserError):
-                        known = read_typed(Running, running)
-                        command = f"fairseq-icl {known.command[:200]}"
-                        owner = f"process {known.pid} on {known.host} since {known.since} ({command})"
+                    with suppress(UserError, KeyError, TypeError):
+                        known = read_json(running)
+                        command = f"fairseq-icl {known['command'][:200]}"
+                        owner = f"process {known['pid']} on {known['host']} since {known['since']} ({command})"
                     raise UserError(
                         f"{self.folder}: in use by {owner}; wait for its end, end it, or choose another out=DIR"
                     ) from error

@@ -21,11 +21,9 @@ class Task:
     """One piece of work; a pure function of its key."""
 
     key: str
-    kind: str
-    """prompts, model, an observation of a condition (zsl, icl, ft), or cell."""
+    kind: str  # prompts, model, an observation of a condition (zsl, icl, ft), or cell
     cell: Cell
-    needs: tuple[str, ...] = ()
-    """Keys of the tasks that come before it."""
+    needs: tuple[str, ...] = ()  # keys of the tasks that come before it
 
 
 def observations_of(cell: Cell, keys: Keys) -> list[Task]:

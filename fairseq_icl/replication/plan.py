@@ -33,11 +33,9 @@ class Facts:
     """What a paper (or the user) says about one dataset."""
 
     num_demonstrations: int
-    runs: Sequence[tuple[int, int]]
-    """(seed, permutation) of each run."""
+    runs: Sequence[tuple[int, int]]  # (seed, permutation) of each run
     learning_rate: float | Mapping[str, float] | None
-    made_for: str = ""
-    """The model that the learning rate was made for, where it is another one than the run's."""
+    made_for: str = ""  # the model that the learning rate was made for, where it is another one than the run's
 
 
 def expand(config: Mapping[str, Any]) -> list[Cell]:

@@ -50,10 +50,8 @@ class Outcome:
 
     key: str
     value: Any = None
-    failure: str = ""
-    """Why it failed, or something that it needs."""
-    is_fatal: bool = False
-    """Whether no further cell could be stored either."""
+    failure: str = ""  # why it failed, or something that it needs
+    is_fatal: bool = False  # whether no further cell could be stored either
 
 
 def engine_of(job: Job) -> Engine:
@@ -230,7 +228,7 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     import dask_jobqueue  # which makes an interrupt end the process without a word
 
     signal.signal(signal.SIGINT, interrupt)
-    name, command = QUEUES[cluster.kind]
+    command = QUEUES[cluster.kind]
     if shutil.which(command) is None:
         raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")
     if len(str(logs).split()) > 1:
@@ -255,7 +253,8 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     }
     given = {name: value for name, value in options.items() if value is not None} | cluster.options
     try:
-        return getattr(dask_jobqueue, name)(**given)
+        name = "HTCondor" if cluster.kind == "htcondor" else cluster.kind.upper()
+        return getattr(dask_jobqueue, f"{name}Cluster")(**given)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"cluster={cluster.kind}: dask-jobqueue refuses these options ({error})") from error
 
