@@ -10,8 +10,8 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +32,43 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: str | Path, content: str | bytes | memoryview | Callable[[Path], object]) -> None:
-    """Write a file completely or not at all: into a new file beside it, synced, then renamed over it.
-
-    `content` is text, bytes, or a function that writes the file whose path it is given.
-    """
-    path = Path(path)
-    unfinished: Path | None = None
+    """Write a file completely or not at all; `content` may be a function that writes the file whose path it gets."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), dir=path.parent)
-        os.close(handle)
-        unfinished = Path(name)
-        if callable(content):
-            content(unfinished)
-        else:
-            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-        unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
+        with in_one_step(Path(path)) as unfinished:
+            if callable(content):
+                content(unfinished)
+            else:
+                unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
         raise UserError(f"{path}: cannot be written ({reason_of(error)}); {remedy_for(error)} place") from error
+
+
+@contextmanager
+def in_one_step(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
+    """A new file or folder beside `path` to be filled; then it is synced and renamed to `path`.
+
+    Of two processes that finish the same folder the second loses without harm.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_folder:
+        name = tempfile.mkdtemp(prefix=temporary_prefix(path.name), dir=path.parent)
+    else:
+        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), dir=path.parent)
+        os.close(handle)
+    unfinished = Path(name)
+    try:
+        yield unfinished
+        unfinished.chmod(0o755 if is_folder else 0o644)  # so far only its owner can read it
+        for part in (*unfinished.glob("*"), unfinished):
+            sync(part)
+        try:
+            os.rename(unfinished, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not path.is_dir():
+                raise
+        sync(path.parent)
     finally:
-        if unfinished is not None:
-            unfinished.unlink(missing_ok=True)
+        remove(unfinished)
 
 
 def reason_of(error: Exception) -> str:

@@ -59,7 +59,8 @@ class Setting:
         """`value` as the setting's type; a UserError that names setting, value and what is allowed otherwise."""
         if value is None and self.optional:
             return None
-        problem = ""
+        problem, number = "", f"{'' if self.kind is float else 'whole '}number"
+        numbers: Any = Real if self.kind is float else Integral
         if self.choices:
             if not isinstance(value, str) or value not in self.choices:
                 problem = f"choose from {', '.join(self.choices)}"
@@ -72,12 +73,8 @@ class Setting:
                 problem = "must be a plain text, without ${...}"
             elif not re.fullmatch(self.pattern, value):
                 problem = f"must be {self.help.rpartition(': ')[2]}"
-        elif (
-            isinstance(value, bool)
-            or not isinstance(value, Real if self.kind is float else Integral)
-            or not abs(value) <= sys.float_info.max  # infinite, or not a number
-        ):
-            problem = f"must be a {'' if self.kind is float else 'whole '}number"
+        elif isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) <= sys.float_info.max:
+            problem = f"must be a {number}"
         elif self.low is not None and value < self.low:
             problem = f"must be at least {self.low:g}"
         elif self.high is not None and value > self.high:

@@ -1,4 +1,4 @@
-"""The files of a run: JSON as types, and the folders of a cell and of an observation, which alone know their files.
+"""The files of a run: JSON as types, and the folder of a cell, which alone knows its files.
 
 What is written, and what is accepted when it is read. results_folder.md describes them for readers.
 """
@@ -14,9 +14,7 @@ import pandas as pd
 from pydantic import Field
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import reason_of, sha256_of
 from fairseq_icl.observing import Observation
-from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.results import (
     read_curve,
     read_examples,
@@ -31,7 +29,6 @@ from fairseq_icl.typed import Typed, read_typed, validated
 KEY = r"^[^./\\\x00][^/\\\x00]*$"
 RESULTS, DESCRIPTION, TIME = "results.parquet", "cell.json", "time.json"
 GRADIENTS, CURVE, EXAMPLES = "gradients.parquet", "curve.parquet", "examples.json"
-OBSERVATION, SUMS = "observation.safetensors", "sums.json"
 AGAIN = "and give the replicate command again"
 Observed = tuple[Observation, pd.DataFrame | None]
 """What was seen and, of a fine-tuned model, the record of its gradients."""
@@ -215,30 +212,3 @@ class CellFolder:
             (self.path / EXAMPLES).write_text(json.dumps(examples, separators=(",", ":")), encoding="utf-8")
         (self.path / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
         (self.path / TIME).write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
-
-
-def read_observation(folder: Path) -> Observed:
-    """The observation of a folder; a UserError if anything about it is not as it was written, to the last byte."""
-    sums = read_typed(SumsFile, folder / SUMS)
-    try:
-        found = {file.name: sha256_of(file) for file in folder.iterdir() if file.name != SUMS}
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({reason_of(error)})") from error
-    if sums.key != folder.name or found != sums.files:
-        raise UserError(f"{folder}: damaged, its files are not those that were written")
-    _, seen = load_observations(folder / OBSERVATION)
-    if "seen" not in seen:
-        raise UserError(f"{folder / OBSERVATION}: not an observation of a run")
-    gradients = folder / GRADIENTS
-    return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
-
-
-def write_observation(
-    folder: Path, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None
-) -> None:
-    """Write all files into the folder, which will be the one of `key`."""
-    save_observations(folder / OBSERVATION, {"seen": observation})
-    if gradients is not None:
-        write_gradient_record(folder / GRADIENTS, *gradients)
-    sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
-    (folder / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")

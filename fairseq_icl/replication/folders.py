@@ -14,14 +14,12 @@ not at all, and of two processes that finish the same key the second loses witho
 which process of which host writes them (files.py): the next run removes those whose process is gone.
 """
 
-import errno
 import hashlib
 import json
 import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,20 +30,15 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import is_abandoned, reason_of, remedy_for, remove, sync, temporary_prefix, write_atomically
+from fairseq_icl.files import in_one_step, is_abandoned, reason_of, remedy_for, remove, sha256_of, write_atomically
 from fairseq_icl.observing import Observation
-from fairseq_icl.replication.artefacts import (
-    AGAIN,
-    CellFolder,
-    FolderFormat,
-    Observed,
-    PlanFile,
-    read_observation,
-    write_observation,
-)
+from fairseq_icl.observing.saved import load_observations, save_observations
+from fairseq_icl.replication.artefacts import AGAIN, GRADIENTS, CellFolder, FolderFormat, Observed, PlanFile, SumsFile
+from fairseq_icl.results import read_gradient_record, write_gradient_record
 from fairseq_icl.typed import read_json, read_typed, validated
 
 FORMAT = 3
+OBSERVATION, SUMS = "observation.safetensors", "sums.json"
 FOLDERS = ("plans", "cells", "observations", "models")
 OTHERS = ("store.json", "stand_in", "report", "running.lock", "running.json", "jobs")
 """What else may lie in a results folder, besides the locks of shares."""
@@ -161,19 +154,37 @@ class ResultsFolder:
         self._put(self.cell(key).path, lambda path: write(CellFolder(path)))
 
     def observation(self, key: str) -> Observed | None:
-        """The observation that was kept, if its files are those that were written to the last byte; else removed."""
-        path = self.folder / "observations" / key
+        """The observation that was kept, if its files are to the last byte those that were written; else it goes."""
+        folder = self.folder / "observations" / key
+        if not os.path.lexists(folder):
+            return None
         try:
-            return read_observation(path) if os.path.lexists(path) else None
-        except UserError as error:
-            self.say(f"{error}: it is made again")
+            sums = read_typed(SumsFile, folder / SUMS)
+            found = {file.name: sha256_of(file) for file in folder.iterdir() if file.name != SUMS}
+            if sums.key != key or sums.files != found:
+                raise UserError(f"{folder}: damaged, its files are not those that were written")
+            _, seen = load_observations(folder / OBSERVATION)
+            if "seen" not in seen:
+                raise UserError(f"{folder / OBSERVATION}: not an observation of a run")
+            gradients = folder / GRADIENTS
+            return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
+        except (UserError, OSError) as error:
+            problem = f"{folder}: cannot be read ({reason_of(error)})" if isinstance(error, OSError) else error
+            self.say(f"{problem}: it is made again")
             self.drop(key)
             return None
 
     def keep_observation(self, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None) -> None:
         """Keep an observation, with the gradient record and the decoder it was made with if it has one."""
-        target = self.folder / "observations" / key
-        self._put(target, lambda path: write_observation(path, key, observation, gradients))
+
+        def write(folder: Path) -> None:
+            save_observations(folder / OBSERVATION, {"seen": observation})
+            if gradients is not None:
+                write_gradient_record(folder / GRADIENTS, *gradients)
+            sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+            (folder / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")
+
+        self._put(self.folder / "observations" / key, write)
 
     def drop(self, key: str) -> None:
         """Forget what has this key: an observation or a shared model that nobody needs, a cell to be computed again."""
@@ -186,24 +197,13 @@ class ResultsFolder:
         return self.folder / "models" / f"{key}.pt"
 
     def _put(self, target: Path, write: Callable[[Path], None]) -> None:
-        """Make a folder in one step: filled under another name, synced, renamed unless another process was faster."""
+        """Make a folder in one step."""
         with _clear_errors(self.folder):
-            unfinished = Path(tempfile.mkdtemp(prefix=temporary_prefix(target.name), dir=target.parent))
             try:
-                unfinished.chmod(0o755)
-                write(unfinished)
-                for file in (*unfinished.iterdir(), unfinished):
-                    sync(file)
-                try:
-                    os.rename(unfinished, target)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not target.is_dir():
-                        raise
-                sync(target.parent)
+                with in_one_step(target, is_folder=True) as unfinished:
+                    write(unfinished)
             except UserError as error:  # of a writer of files
                 raise StoreError(str(error)) from error
-            finally:
-                remove(unfinished)
 
     def say(self, line: str) -> None:
         """A line for the user about the folder's state."""

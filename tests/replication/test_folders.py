@@ -183,7 +183,7 @@ def test_everything_has_reached_the_disk_before_it_gets_its_name(tmp_path, monke
     assert events[-1] == ("sync", str(tmp_path / "cells"))
     events.clear()
     store.add_plan({"experiment": "a", "cells": []})
-    assert [kind for kind, _ in events] == ["sync", "sync"]
+    assert [kind for kind, _ in events] == ["sync", "rename", "sync"]
     assert events[-1] == ("sync", str(tmp_path / "plans"))
 
 
