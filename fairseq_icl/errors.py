@@ -30,9 +30,7 @@ def naming(place: str) -> Iterator[None]:
 
 
 def find_user_error(error: BaseException | None) -> str | None:
-    """The message of the UserError behind `error`: itself, a cause, or one raised in a child process; else None.
-
-    A GPU whose memory is full is the user's to mend as well, wherever it happens.
+    """The message of the UserError behind `error`, or of a GPU whose memory is full; else None.
 
     fairseq wraps exceptions (`raise Exception("Cannot load ...")`) and torch.multiprocessing passes a child's
     exception on as text, so the chain and, last, the text are searched.

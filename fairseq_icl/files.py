@@ -22,8 +22,7 @@ from fairseq_icl.errors import UserError
 PACKAGE = Path(__file__).parent
 DEMO_MODEL = PACKAGE / "demo" / "model" / "model.pt"
 """The shipped checkpoint; `dict.txt` and `sentencepiece.bpe.model` lie beside it."""
-DEMO_DATA = PACKAGE / "demo" / "data"
-"""The shipped datasets: NAME.yaml, NAME/train.jsonl and NAME/valid.jsonl of each."""
+DEMO_DATA = PACKAGE / "demo" / "data"  # the shipped datasets: NAME.yaml, NAME/train.jsonl and NAME/valid.jsonl of each
 
 HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40]
 """This machine's name as it stands in names of temporary files."""

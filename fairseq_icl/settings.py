@@ -314,10 +314,7 @@ class Settings:
         return cls(**values | {name: value for name, value in given.items() if value is not None})
 
     def relevant_to(self, stages: Sequence[str]) -> "Settings":
-        """These settings with all that makes no difference to the stages put to its default.
-
-        Two runs with the same result share whatever these stages make.
-        """
+        """These settings with all at its default that makes no difference to what these stages make."""
         idle = {}
         for name, known in SETTINGS.items():
             others = [known.only_if.get(stage) for stage in stages if stage in known.affects]

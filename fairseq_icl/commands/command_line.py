@@ -51,8 +51,7 @@ class Terminated(BaseException):
     """SIGTERM has come: like Ctrl-C it undoes on its way out what is half done."""
 
 
-_received: list[int] = []
-"""The signal that is ending the process."""
+_received: list[int] = []  # the signal that is ending the process
 LAST_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -131,9 +130,6 @@ def run(words: list[str]) -> int:
 
 
 FOLDER = PACKAGE / "config"
-GROUPS = ("experiment", "model")
-FROM_PAPER = ("num_demonstrations", "seed", "permutation", "lr")
-"""Settings whose default in `replicate` is what the paper has for the dataset."""
 KEY = re.compile(r"(?P<name>[a-z_]+): *(?P<default>[^#]*?) *(# (?P<text>.*))?")
 REPLICATE = """Rerun a paper, or a part of it; what is finished stays, what is missing is computed.
 
@@ -173,11 +169,11 @@ def replicate() -> argparse.ArgumentParser:
 def explained_replicate() -> argparse.ArgumentParser:
     """The same, with all keys and settings in its help."""
     parser = replicate()
-    groups = [f"{group}: {', '.join(sorted(p.stem for p in (FOLDER / group).glob('*.yaml')))}" for group in GROUPS]
+    names = {group: sorted(p.stem for p in (FOLDER / group).glob("*.yaml")) for group in ("experiment", "model")}
+    groups = [f"{group}: {', '.join(found)}" for group, found in names.items()]
     groups[1] += "; or a path of a checkpoint, a Hugging Face folder or a YAML file, or hub:OWNER/NAME"
-    settings = [
-        _described(known, "as the paper says" if known.name in FROM_PAPER else "") for known in SETTINGS.values()
-    ]
+    from_paper = dict.fromkeys(("num_demonstrations", "seed", "permutation", "lr"), "as the paper says")
+    settings = [_described(known, from_paper.get(name, "")) for name, known in SETTINGS.items()]
     settings.insert(0, "k: the same as num_demonstrations")
     parser.epilog = "\n\n".join([_lines("keys", [*groups, *_keys()]), _lines("settings", settings)])
     return parser

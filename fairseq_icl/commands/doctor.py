@@ -34,8 +34,7 @@ from fairseq_icl.prompts.readers import SPLITS, compare_rows, has_files, read_sp
 
 TEXT = "The movie was a great surprise."
 EXAMPLE_LABEL = " Positive"
-HEADROOM = 1.1
-"""Memory that weights and one prompt need, in units of the weights."""
+HEADROOM = 1.1  # memory that weights and one prompt need, in units of the weights
 
 
 class Stop(Exception):
@@ -110,10 +109,7 @@ def examine_data(folder: Path) -> Findings:
 
 
 def examine(place: Path, text: str = TEXT, *, continuation: bool = True, reference: bool = False) -> Findings:
-    """Look at everything in turn; a part that cannot be judged without an earlier one is left out.
-
-    `reference`: compare a Hugging Face folder with transformers' own code.
-    """
+    """Look at everything in turn; a part that cannot be judged without an earlier one is left out."""
     findings = Findings()
     with suppress(Stop):
         if is_hugging_face(place):
@@ -302,18 +298,17 @@ def devices_numbers(
     """
     home, half = next(decoder.parameters()).device, len(rows) // 2
     before = {parameter: parameter.data for parameter in decoder.parameters()}
-    learning = list(decoder.layers[0].parameters())
-    frozen = [parameter for parameter in learning if not parameter.requires_grad]
+    learning = {parameter: parameter.requires_grad for parameter in decoder.layers[0].parameters()}
     try:
         if precision is not None:
             for parameter in before:
                 parameter.data = parameter.data.to(precision)
         decoder.to(device)
-        for parameter in frozen:
+        for parameter in learning:
             parameter.requires_grad_(True)
         tokens = torch.tensor([list(rows)], device=device)
         of_next = decoder(tokens)[0][0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]  # (T - 1,)
-        gradients = torch.autograd.grad(-of_next.mean(), learning, allow_unused=True)
+        gradients = torch.autograd.grad(-of_next.mean(), list(learning), allow_unused=True)
         with torch.no_grad():
             prefix = run_prefix(decoder, tuple(rows[:half]))
             features = features_on_prefix(decoder, Packed.of([tuple(rows[half:])]), prefix)  # (N, 1, d)
@@ -322,8 +317,8 @@ def devices_numbers(
         parts = [gradient.float().flatten() for gradient in gradients if gradient is not None]
         return torch.cat([of_next.detach(), on_prefix]).cpu(), torch.cat(parts).cpu()
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for parameter, learns in learning.items():
+            parameter.requires_grad_(learns)
         decoder.to(home)
         if precision is not None:
             for parameter, data in before.items():

@@ -26,8 +26,7 @@ OWN = "fairseq_icl."
 STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 3}
 """The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
 when); what was computed with another version is then computed again."""
-LATER = ("head_outputs",)
-"""Settings that came after results were stored, and at their default change nothing of them."""
+LATER = ("head_outputs",)  # settings that came after results were stored, and at their default change nothing of them
 OBSERVING = ("prompts", "weights", "observing")
 PASSED = {"zsl": OBSERVING, "icl": OBSERVING, "ft": (*OBSERVING, "training")}
 """The stages that an observation passes; all else has the versions of all of them in its key."""
@@ -68,15 +67,11 @@ class Cell:
 
     def configuration(self) -> dict[str, Any]:
         """Everything that determines the cell and can be written down; names of variant and file are not part of it."""
-        settings = asdict(self.settings)
-        described = {"model": self.model, "dataset": self.dataset, "method": self.method, "settings": settings}
-        return described | ({"rates": dict(self.rates)} if self.rates else {})
+        described = {name: getattr(self, name) for name in ("model", "dataset", "method")}
+        return described | {"settings": asdict(self.settings)} | ({"rates": dict(self.rates)} if self.rates else {})
 
     def observed(self, condition: str) -> "Cell":
-        """The cell with all that makes no difference to the observation of a condition (zsl, icl, ft) at a fixed value.
-
-        Two cells with the same result share the observation.
-        """
+        """The cell with all at a fixed value that makes no difference to the observation of a condition."""
         method = self.method if condition == "ft" else condition
         stages = OBSERVED[condition]
         if condition == "ft" and (get_method(method).reads_prompt or self.settings.layers == "similar"):
@@ -89,9 +84,7 @@ class Cell:
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that are not at their default; where each method has its own learning rate, all of them."""
-        changed = {
-            name: value for name, known in SETTINGS.items() if (value := getattr(self.settings, name)) != known.default
-        }
+        changed = {name: value for name, value in vars(self.settings).items() if value != SETTINGS[name].default}
         return changed | ({"lr": dict(self.rates)} if self.rates else {})
 
     def prompts_key(self) -> tuple[str, Settings]:
@@ -175,8 +168,7 @@ def _source_of(function: Callable[..., Any]) -> str:
         return f"{function.__module__}.{function.__qualname__}"
 
 
-file_hash = cache(sha256_of)
-"""SHA-256 of a file, read once per process."""
+file_hash = cache(sha256_of)  # SHA-256 of a file, read once per process
 
 
 def data_hash(folder: Path, spec: DatasetSpec, hash_file: Callable[[Path], str] = file_hash) -> str:

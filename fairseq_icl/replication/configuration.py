@@ -35,8 +35,7 @@ from fairseq_icl.replication.find_model import (
 from fairseq_icl.settings import SETTINGS, check_reading, nearest
 from fairseq_icl.typed import Typed, validated
 
-GRID = ("seed", "permutation", "init")
-"""Settings of which the papers have several values; null is what the paper says."""
+GRID = ("seed", "permutation", "init")  # settings of which the papers have several values; null is what the paper says
 NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
 """Reading -> what init=no-training, the second paper's baseline, means in it."""
 FROM_PAPER = (*GRID, "num_demonstrations", "lr")
@@ -49,19 +48,16 @@ OTHER_NAMES = {"k": "num_demonstrations", "dataset": "datasets", "cluster": "clu
 """Words that people type, and the keys they mean. (Hydra would take dataset= for a choice of a file in dataset/.)"""
 
 
-# null: not given. Differences between code and paper follow the reading, some others the paper's settings.
-DEFAULTS = {
-    name: None if known.paper is not None or name in (*FROM_PAPER, "device") else known.default
-    for name, known in SETTINGS.items()
-}
-ConfigStore.instance().store(name="settings", node={**DEFAULTS, "init": ["pretrained"]}, provider="fairseq_icl")
+# None: not given. Differences between code and paper follow the reading, some others the paper's settings.
+NOT_GIVEN = dict.fromkeys(
+    (*(name for name, known in SETTINGS.items() if known.paper is not None), *FROM_PAPER, "device")
+)
+DEFAULTS = {name: known.default for name, known in SETTINGS.items()} | NOT_GIVEN | {"init": ["pretrained"]}
+ConfigStore.instance().store(name="settings", node=DEFAULTS, provider="fairseq_icl")
 
 
 def friendly(overrides: Sequence[str]) -> list[str]:
-    """Overrides as people type them -> as Hydra wants them.
-
-    `seed=1,2,3` is a list, `model=PATH` names a checkpoint or a folder, `k=4` is num_demonstrations.
-    """
+    """Overrides as people type them (seed=1,2,3 is a list, model=PATH a checkpoint, k=4 a setting) -> as Hydra's."""
     result = []
     if any(override.lstrip("+") == "model=demo" for override in overrides):  # the shipped model comes with its data
         given = {OTHER_NAMES.get(key := override.lstrip("+").partition("=")[0], key) for override in overrides}
@@ -113,10 +109,7 @@ def quoted(text: str) -> str:
 
 
 def each_of(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of every run that they ask for: `model=125m,355m` or `reading=authors,paper` are two.
-
-    (Lists of settings, datasets and methods are the grid of one run.)
-    """
+    """The overrides of every run: reading=authors,paper are two (lists of settings, datasets, methods are a grid)."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         values = [list(one.sweep_string_iterator()) if one.is_sweep_override() else None for one in parsed]
@@ -148,8 +141,7 @@ QUEUES = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub", "sge": "qsub", "htcon
 """Queueing systems that `cluster=` may name, and the command that submits jobs."""
 SCHEDULER = "tcp://"
 SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
-MAX_SCALE = 1e12
-"""What a learning rate is at most scaled by."""
+MAX_SCALE = 1e12  # what a learning rate is at most scaled by
 
 
 class ClusterSettings(Typed):

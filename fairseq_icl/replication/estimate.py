@@ -23,8 +23,7 @@ from fairseq_icl.replication.plan import borrowed_rates, counted
 from fairseq_icl.settings import OF_TRAINING
 from fairseq_icl.training.fine_tuning import fine_tuned
 
-QUERIES, DEMONSTRATIONS = 8, 2
-"""Of the probe."""
+QUERIES, DEMONSTRATIONS = 8, 2  # of the probe
 
 
 def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:

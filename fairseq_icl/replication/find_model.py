@@ -16,8 +16,7 @@ from fairseq_icl.typed import Typed
 
 FOLDER = PACKAGE / "config"
 MODEL_FILE = (".yaml", ".yml")
-MAX_PATH, MAX_NAME = 4095, 255
-"""Longest path and longest name in one, in bytes, as Linux has them."""
+MAX_PATH, MAX_NAME = 4095, 255  # longest path and longest name in one, in bytes, as Linux has them
 SHAPE = {
     "layers": "decoder_layers",
     "width": "decoder_embed_dim",
@@ -26,8 +25,7 @@ SHAPE = {
     "vocabulary": "",
 }
 """Keys of a shape, and the options of fairseq that say the same."""
-MAX_SHAPE, MAX_WEIGHTS = 1 << 20, 10**12
-"""Larger numbers in a shape are a slip of the finger."""
+MAX_SHAPE, MAX_WEIGHTS = 1 << 20, 10**12  # larger numbers in a shape are a slip of the finger
 
 
 class FileBeside(Typed, extra="allow"):
@@ -52,10 +50,7 @@ class ModelConfiguration(Typed):
 
 
 def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
-    """The model with what a YAML file of the user's says of it (model=FILE.yaml, or a path that names one).
-
-    What the command says beside the file counts before what the file says.
-    """
+    """The model with what a YAML file of the user's (model=FILE.yaml) says of it and the command does not."""
     path = model.get("path")
     file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
     if file is None:
@@ -74,10 +69,7 @@ def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_model(model: dict[str, Any]) -> None:
-    """Give a model without a name that of its folder, or of its repository on the hub.
-
-    A name that cannot be part of a file's name is refused.
-    """
+    """Give a model without a name that of its folder or repository; one that no file can have is refused."""
     if model["name"] is None and model["path"].startswith(HUB):
         model["name"] = split_name(model["path"])[0].rpartition("/")[2] or "model"
     elif model["name"] is None:

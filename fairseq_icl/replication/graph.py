@@ -74,10 +74,7 @@ def graph_of(cells: Sequence[Cell], keys: Keys, folder: ResultsFolder, *, share_
 
 
 def kept_for(cells: Sequence[Cell], keys: Keys) -> dict[str, set[str]]:
-    """Key of an observation or of a model -> the keys of the cells that need it.
-
-    A cell needs its model, what it compares, and a fine-tuning whose gradients limit those of its own.
-    """
+    """Key -> cells that need it: their model, what they compare, what limits the gradients of their own training."""
     kept: dict[str, set[str]] = {}
     for cell in cells:
         needs = observations_of(cell, keys)

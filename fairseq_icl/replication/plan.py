@@ -229,10 +229,7 @@ def _settings(config: Mapping[str, Any], facts: Facts, method: str, rates: Mappi
 
 
 def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tuple[dict[str, float], str]:
-    """The rate of every method whose fine-tuned model the cell needs: its own, or the two that it compares.
-
-    And the model that one of them was made for, where that is another one than the run's.
-    """
+    """The rate of every method that the cell trains by, and the model that one was made for if it is another one."""
     rates, lenders = {}, [""]
     for name in get_method(method).trained:
         known, published, lender = get_method(name), facts.learning_rate, ""

@@ -35,8 +35,7 @@ from fairseq_icl.replication.graph import Task, graph_of, kept_for
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-Tell = Callable[[str], None]
-"""Takes a line for the user."""
+Tell = Callable[[str], None]  # takes a line for the user
 Outcomes = Callable[[Job, Sequence[Task]], Iterator["Outcome"]]
 """A way to run a graph: yields what became of its tasks, in any order in which each comes after what it needs."""
 _one_at_a_time = threading.Lock()
@@ -69,8 +68,7 @@ def engine_of(job: Job) -> Engine:
 
 def attempt(job: Job, task: Task, *needs: Outcome) -> Outcome:
     """Do one task, in whatever process this is; what the user can mend is an outcome, not an exception."""
-    failed = next((need for need in needs if need.failure), None)
-    if failed is not None:
+    for failed in (need for need in needs if need.failure):
         return replace(failed, key=task.key)
     try:
         with _one_at_a_time:
@@ -85,8 +83,7 @@ def in_this_process(job: Job, graph: Sequence[Task]) -> Iterator[Outcome]:
     """A plain loop: the order of the graph has everything after what it needs."""
     left, found = Counter(need for task in graph for need in task.needs), dict[str, Outcome]()
     for task in graph:
-        outcome = attempt(job, task, *(found[need] for need in task.needs))
-        found[task.key] = outcome
+        found[task.key] = outcome = attempt(job, task, *(found[need] for need in task.needs))
         for need in task.needs:  # prompts are let go as soon as nobody needs them
             left[need] -= 1
             if not left[need]:
@@ -139,7 +136,7 @@ def run(
 
 
 def part_of(cells: Sequence[Cell], number: int, parts: int) -> list[Cell]:
-    """Part `number` of `parts` of the plan (share=2/8): neighbours, not torn where cells share model and prompts.
+    """Part `number` of `parts` of the plan (share=2/8): neighbours; groups with one model and prompts are not torn.
 
     Where there are more parts than such groups, cells are dealt one by one.
     """
