@@ -50,10 +50,8 @@ def find_user_error(error: BaseException | None) -> str | None:
 
 def out_of_memory(error: BaseException) -> str:
     """One line for torch's error of several sentences."""
-    remedy = (
-        "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16, or fewer workers for each GPU"
-    )
-    return f"{str(error).split('. ')[0]}; {remedy}"
+    fewer = "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16"
+    return f"{str(error).split('. ')[0]}; {fewer}, or fewer workers for each GPU"
 
 
 def exit_with(message: str, code: int = EXIT_CODE) -> NoReturn:

@@ -106,10 +106,8 @@ def print_statistics(args: argparse.Namespace) -> None:
     names = args.names or [name for name in dataset_names(args.data) if has_files(args.data, name)]
     if not names:
         raise UserError(f"{args.data}: no data of any dataset of the catalogue there; put them into DIR/NAME/")
-    fit = f"fit into {args.max_positions}"
-    lines: list[tuple[object, ...]] = [
-        ("dataset", "train rows", "valid rows", "tokens per example", "longest query", fit)
-    ]
+    header = ("dataset", "train rows", "valid rows", "tokens per example", "longest query")
+    lines: list[tuple[object, ...]] = [(*header, f"fit into {args.max_positions}")]
     for spec in (find_spec(name, args.data) for name in names):
         found = dataset_statistics(spec, args.data, encode, max_positions=args.max_positions, num_rows=args.rows)
         average = round(found.average_tokens, 1)

@@ -84,9 +84,8 @@ def main(argv: list[str]) -> int:
     if findings.problems:
         print(f"{findings.problems} problem(s): mend them in the order shown and run the doctor again")
         return EXIT_CODE
-    print(
-        "ready: fairseq-train --user-dir fairseq_icl --task demonstration_prompting --arch pretrained_lm --pretrained …"
-    )
+    flags = "--user-dir fairseq_icl --task demonstration_prompting --arch pretrained_lm --pretrained …"
+    print(f"ready: fairseq-train {flags}")
     return 0
 
 

@@ -161,12 +161,9 @@ class CellFolder:
         configuration = self.description().model_dump(exclude_unset=True)
         gradients, curve = self.path / GRADIENTS, self.path / CURVE
         try:
-            return CellResults(
-                configuration,
-                read_means(self.path / RESULTS),
-                record=read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None,
-                curve=read_curve(curve) if os.path.lexists(curve) else None,
-            )
+            means = read_means(self.path / RESULTS)
+            record = read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None
+            return CellResults(configuration, means, record, read_curve(curve) if os.path.lexists(curve) else None)
         except UserError as error:
             problem = str(error).split("; make it with")[0]  # a cell's record is not made by hand
             raise UserError(f"{problem}; {self.remedy}") from error

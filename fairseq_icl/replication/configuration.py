@@ -32,7 +32,7 @@ from fairseq_icl.replication.find_model import (
     name_model,
     with_model_file,
 )
-from fairseq_icl.settings import SETTINGS, check_reading, nearest
+from fairseq_icl.settings import READING, SETTINGS, check_reading, nearest
 from fairseq_icl.typed import Typed, validated
 
 GRID = ("seed", "permutation", "init")  # settings of which the papers have several values; null is what the paper says
@@ -49,11 +49,8 @@ OTHER_NAMES = {"k": "num_demonstrations", "dataset": "datasets", "cluster": "clu
 
 
 # None: not given. Differences between code and paper follow the reading, some others the paper's settings.
-NOT_GIVEN = dict.fromkeys(
-    (*(name for name, known in SETTINGS.items() if known.paper is not None), *FROM_PAPER, "device")
-)
-DEFAULTS = {name: known.default for name, known in SETTINGS.items()} | NOT_GIVEN | {"init": ["pretrained"]}
-ConfigStore.instance().store(name="settings", node=DEFAULTS, provider="fairseq_icl")
+DEFAULTS = {name: known.default for name, known in SETTINGS.items()} | dict.fromkeys((*READING, *FROM_PAPER, "device"))
+ConfigStore.instance().store(name="settings", node=DEFAULTS | {"init": ["pretrained"]}, provider="fairseq_icl")
 
 
 def friendly(overrides: Sequence[str]) -> list[str]:

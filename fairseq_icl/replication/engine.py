@@ -88,10 +88,8 @@ class Engine:
         start = time.perf_counter()
         prompts = replace(prompts, settings=cell.settings)  # those of its neighbours, who may record or compare others
         needs = observations_of(cell, self.keys)
-        seen = [
-            self.folder.observation(need.key) or self.observe(need, prompts)
-            for need in needs[: 2 if watches(cell) else None]
-        ]
+        stored = needs[: 2 if watches(cell) else None]
+        seen = [self.folder.observation(need.key) or self.observe(need, prompts) for need in stored]
         curve = None
         if watches(cell):
             watched = Curve(prompts, seen[0][0], seen[1][0], cell.settings.curve_examples)

@@ -95,11 +95,11 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
         beside = dictionary.parent
     elif not checkpoint.exists():
         fetch = f" (fairseq-icl fetch model {config['name']} does it)" if config.get("archive") else ""
-        raise UserError(
-            f"{checkpoint}: no such checkpoint; unpack the model there{fetch}, set FAIRSEQ_ICL_MODELS to the folder of "
-            "your models, give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights "
-            "of that shape"
+        place = f"unpack the model there{fetch}, set FAIRSEQ_ICL_MODELS to the folder of your models"
+        other = (
+            "give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights of that shape"
         )
+        raise UserError(f"{checkpoint}: no such checkpoint; {place}, {other}")
     if config["random"] and not make:  # only looked at, not made yet
         named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
         return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
@@ -109,17 +109,16 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
         found = language_model_config(read_checkpoint(checkpoint), checkpoint)
         for key, option in SHAPE.items():
             if option and shape[key] != getattr(found, option):
-                raise UserError(
-                    f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(found, option)}; leave the shape out, "
-                    "or give model.random=true for random weights"
-                )
+                has = f"{checkpoint} has {getattr(found, option)}"
+                remedy = "leave the shape out, or give model.random=true for random weights"
+                raise UserError(f"model.shape.{key}={shape[key]}: {has}; {remedy}")
     bpe = None if is_folder else config["bpe"]  # the folder has its own tokenizer
     files = find_files(checkpoint, name=config["name"], bpe=bpe, tokenizer=beside)
     for path in (files.dictionary, *files.tokenizer.values()):
         if path is not None and not path.is_file():
+            beside_it = "put the model's dict.txt and tokenizer files there"
             raise UserError(
-                f"{path}: no such file; put the model's dict.txt and tokenizer files there, or name the folder that "
-                "has them: model.tokenizer=FOLDER"
+                f"{path}: no such file; {beside_it}, or name the folder that has them: model.tokenizer=FOLDER"
             )
     return files
 

@@ -1,17 +1,9 @@
 """The results folder: what lies in it, who has it, and how something gets into it completely or not at all.
 
-    RUN/store.json            format of the folder
-    RUN/plans/HASH.json       what was asked for: the cells of each command, by key
-    RUN/cells/KEY/            a finished cell: results.parquet, cell.json, time.json and, where there are any,
-                              gradients.parquet, curve.parquet, examples.json (artefacts.py)
-    RUN/observations/KEY/     an observation that unfinished cells share
-    RUN/models/KEY.pt         a base model that the workers of a run map while they work
-    RUN/jobs/                 what the jobs of a cluster said
-    RUN/running*.lock         locked while a command works here; running.json says which
-
-Folders of cells and observations are filled under another name and renamed in one step: they are there completely or
-not at all, and of two processes that finish the same key the second loses without harm. Names of unfinished files say
-which process of which host writes them (files.py): the next run removes those whose process is gone.
+What each file and folder in it is, docs/results_folder.md says. Folders of cells and observations are filled under
+another name and renamed in one step: they are there completely or not at all, and of two processes that finish the same
+key the second loses without harm. Names of unfinished files say which process of which host writes them (files.py): the
+next run removes those whose process is gone.
 """
 
 import hashlib
@@ -64,9 +56,8 @@ class ResultsFolder:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 there = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith((".", "running"))}
                 if is_new and (others := there - {*OTHERS, *FOLDERS}):
-                    raise UserError(
-                        f"{self.folder}: holds other files ({min(others)}); choose an empty folder: out=DIR"
-                    )
+                    other = f"holds other files ({min(others)})"
+                    raise UserError(f"{self.folder}: {other}; choose an empty folder: out=DIR")
                 for path in (self.folder / name for name in FOLDERS):
                     try:
                         path.mkdir(exist_ok=True)
@@ -85,10 +76,8 @@ class ResultsFolder:
                     f'{{"format": {FORMAT}}} into it, else choose another out=DIR'
                 ) from error
         if found != FORMAT:
-            raise UserError(
-                f"{self.folder}: results of another version (format {found}, this version writes {FORMAT}); "
-                "choose another folder with out=DIR"
-            )
+            other = f"results of another version (format {found}, this version writes {FORMAT})"
+            raise UserError(f"{self.folder}: {other}; choose another folder with out=DIR")
 
     @contextmanager
     def owned(self, share: str = "") -> Iterator[None]:
