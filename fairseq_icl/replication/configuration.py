@@ -68,6 +68,9 @@ def friendly(overrides: Sequence[str]) -> list[str]:
             result.append(override)
             continue
         sign, key, value = match["sign"], OTHER_NAMES.get(match["key"], match["key"]), match["value"]
+        quoted = (
+            "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        )  # paths may hold spaces, commas and brackets
         known = [path.stem for path in (FOLDER / key).glob("*.yaml")] if key in GROUPS else []
         for word in value.split(",") if known and re.fullmatch(r"[\w.,-]+", value) else ():
             if word not in known and not _is_path(word):  # Hydra would offer fairseq's architectures
@@ -76,16 +79,16 @@ def friendly(overrides: Sequence[str]) -> list[str]:
         if key == "model" and "," not in value and _is_path(value):
             result.append("model=checkpoint")
             if value.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
-                result.append(f"model.file={quoted(value)}")
+                result.append(f"model.file={quoted}")
             if not value.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
-                result.append(f"model.path={quoted(value)}")
+                result.append(f"model.path={quoted}")
             continue
         if BARE_LIST.fullmatch(value) and key in ("train_parameters", "layer_clip_value"):
-            value = quoted(value)  # one text with commas; several are given as ["A,B","C"]
+            value = quoted  # one text with commas; several are given as ["A,B","C"]
         elif BARE_LIST.fullmatch(value) and (key in LISTS or key in SETTINGS):
             value = f"[{value}]"
         elif key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
-            value = quoted(value)
+            value = quoted
         if key.split(".")[0] in ("vary", "variants") or key.startswith("cluster.options."):
             sign = "++"  # mappings that Hydra would not let grow
         result.append(f"{sign}{key}={value}")
@@ -97,12 +100,6 @@ def _is_path(model: str) -> bool:
     known = (FOLDER / "model" / f"{model}.yaml").is_file()
     named = model.endswith((".pt", *MODEL_FILE)) or "/" in model or model.startswith(HUB)
     return named or (not known and Path(model).is_dir())
-
-
-def quoted(text: str) -> str:
-    """`text` as a Hydra string: paths may hold spaces, commas and brackets."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def each_of(overrides: Sequence[str]) -> list[list[str]]:
@@ -228,8 +225,10 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     values.pop("hydra", None)
-    if isinstance(values.get("model"), dict):
-        values["model"] = with_model_file(values["model"])
+    if isinstance(model := values.get("model"), dict):
+        path = model.get("path")
+        file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
+        values["model"] = model if file is None else with_model_file(model, file)
     if missing := [key for key in SETTINGS if key not in values]:
         raise UserError(f"{missing[0]}: is missing; leave it in, it has a default")
     known = {*SETTINGS, *RunConfiguration.model_fields}

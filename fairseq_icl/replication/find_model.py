@@ -49,12 +49,8 @@ class ModelConfiguration(Typed):
     learning_rates: dict[str, Any]
 
 
-def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
+def with_model_file(model: dict[str, Any], file: Any) -> dict[str, Any]:
     """The model with what a YAML file of the user's (model=FILE.yaml) says of it and the command does not."""
-    path = model.get("path")
-    file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
-    if file is None:
-        return model
     if not isinstance(file, str):
         raise UserError(f"model.file={file}: must be a text, the path of a model's YAML file")
     content = read_yaml(Path(file))
