@@ -157,7 +157,7 @@ Every flag of fairseq-validate works (fairseq-validate --help); those of the tas
 RawParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def replicate() -> argparse.ArgumentParser:
+def flags_of_replicate() -> argparse.ArgumentParser:
     """The flags of `replicate`."""
     parser = RawParser("fairseq-icl replicate", description=REPLICATE)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the keys and settings below")
@@ -166,9 +166,9 @@ def replicate() -> argparse.ArgumentParser:
     return parser
 
 
-def explained_replicate() -> argparse.ArgumentParser:
+def replicate() -> argparse.ArgumentParser:
     """The same, with all keys and settings in its help."""
-    parser = replicate()
+    parser = flags_of_replicate()
     names = {group: sorted(p.stem for p in (FOLDER / group).glob("*.yaml")) for group in ("experiment", "model")}
     groups = [f"{group}: {', '.join(found)}" for group, found in names.items()]
     groups[1] += "; or a path of a checkpoint, a Hugging Face folder or a YAML file, or hub:OWNER/NAME"
@@ -202,7 +202,7 @@ def score() -> argparse.ArgumentParser:
 
 
 SLOW = {
-    "replicate": explained_replicate,
+    "replicate": replicate,
     "doctor": lambda: doctor("What is in a model folder, whether it fits together, and what to do if not.", "..."),
     "score": score,
 }

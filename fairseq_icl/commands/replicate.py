@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fairseq_icl.commands.command_line import replicate
+from fairseq_icl.commands.command_line import flags_of_replicate
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB
@@ -39,7 +39,7 @@ from fairseq_icl.settings import SETTINGS
 
 def main(argv: list[str]) -> int:
     """Entry of the command."""
-    arguments = replicate().parse_intermixed_args(argv)  # flags may stand between settings
+    arguments = flags_of_replicate().parse_intermixed_args(argv)  # flags may stand between settings
     # In front, so that a setting of the same name is still read, and refused if it is wrong.
     flags = ["quiet=true"] * arguments.quiet + ["dry_run=true"] * arguments.dry_run
     configurations = [compose_configuration([*flags, *words]) for words in each_of(friendly(arguments.settings))]

@@ -98,7 +98,7 @@ class PlanFile(Typed, extra="allow"):
 
 
 class AttentionOfExample(Typed, extra="allow"):
-    """What one side attends to in an example, layer by layer."""
+    """What a condition (icl, ft) attends to in an example, layer by layer."""
 
     demonstrations: list[list[int]]
     tokens: list[list[list[int]]]  # of each layer the heaviest: (token, weight in thousandths)
