@@ -9,8 +9,6 @@ import torch
 
 from fairseq_icl.errors import UserError, out_of_memory
 
-SMALLER = "name one (cuda:1), and take precision=fp16 or bf16 if the model is too large for it"
-
 
 def choose_device(name: str | torch.device | None = None) -> torch.device:
     """The device of that name; by default a GPU if there is one.
@@ -19,7 +17,8 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
     their factors, and sums up products in half precision in fp32.
     """
     if name == "auto":
-        raise UserError(f"device=auto: a model runs on one device and is not spread over several; {SMALLER}")
+        smaller = "name one (cuda:1), and take precision=fp16 or bf16 if the model is too large for it"
+        raise UserError(f"device=auto: a model runs on one device and is not spread over several; {smaller}")
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

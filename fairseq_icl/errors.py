@@ -9,9 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_CODE = 2
-MEMORY_REMEDY = (
-    "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16, or fewer workers for each GPU"
-)
 
 
 class UserError(Exception):
@@ -33,9 +30,7 @@ def naming(place: str) -> Iterator[None]:
 
 
 def find_user_error(error: BaseException | None) -> str | None:
-    """The message of the UserError behind `error`: itself, a cause, or one raised in a child process; else None.
-
-    A GPU whose memory is full is the user's to mend as well, wherever it happens.
+    """The message of the UserError behind `error`, or of a GPU whose memory is full; else None.
 
     fairseq wraps exceptions (`raise Exception("Cannot load ...")`) and torch.multiprocessing passes a child's
     exception on as text, so the chain and, last, the text are searched.
@@ -55,7 +50,8 @@ def find_user_error(error: BaseException | None) -> str | None:
 
 def out_of_memory(error: BaseException) -> str:
     """One line for torch's error of several sentences."""
-    return f"{str(error).split('. ')[0]}; {MEMORY_REMEDY}"
+    fewer = "observe fewer rows (limit=N) or demonstrations, take precision=fp16 or bf16"
+    return f"{str(error).split('. ')[0]}; {fewer}, or fewer workers for each GPU"
 
 
 def exit_with(message: str, code: int = EXIT_CODE) -> NoReturn:

@@ -10,8 +10,8 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +22,52 @@ from fairseq_icl.errors import UserError
 PACKAGE = Path(__file__).parent
 DEMO_MODEL = PACKAGE / "demo" / "model" / "model.pt"
 """The shipped checkpoint; `dict.txt` and `sentencepiece.bpe.model` lie beside it."""
-DEMO_DATA = PACKAGE / "demo" / "data"
-"""The shipped datasets: NAME.yaml, NAME/train.jsonl and NAME/valid.jsonl of each."""
+DEMO_DATA = PACKAGE / "demo" / "data"  # the shipped datasets: NAME.yaml, NAME/train.jsonl and NAME/valid.jsonl of each
 
 HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40]
 """This machine's name as it stands in names of temporary files."""
 TEMPORARY = re.compile(r"\.(?P<name>.+)-(?P<host>[A-Za-z0-9_]*)\.(?P<pid>[0-9]+)-[a-z0-9_]+")
-ABANDONED_AFTER = 24 * 3600.0
-"""Seconds after which a temporary file of another host is taken for a leftover."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""What file systems say that cannot sync folders."""
 
 
 def write_atomically(path: str | Path, content: str | bytes | memoryview | Callable[[Path], object]) -> None:
-    """Write a file completely or not at all: into a new file beside it, synced, then renamed over it.
-
-    `content` is text, bytes, or a function that writes the file whose path it is given.
-    """
-    path = Path(path)
-    unfinished: Path | None = None
+    """Write a file completely or not at all; `content` may be a function that writes the file whose path it gets."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), dir=path.parent)
-        os.close(handle)
-        unfinished = Path(name)
-        if callable(content):
-            content(unfinished)
-        else:
-            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-        unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
+        with in_one_step(Path(path)) as unfinished:
+            if callable(content):
+                content(unfinished)
+            else:
+                unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
         raise UserError(f"{path}: cannot be written ({reason_of(error)}); {remedy_for(error)} place") from error
+
+
+@contextmanager
+def in_one_step(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
+    """A new file or folder beside `path` to be filled; then it is synced and renamed to `path`.
+
+    Of two processes that finish the same folder the second loses without harm.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_folder:
+        name = tempfile.mkdtemp(prefix=temporary_prefix(path.name), dir=path.parent)
+    else:
+        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), dir=path.parent)
+        os.close(handle)
+    unfinished = Path(name)
+    try:
+        yield unfinished
+        unfinished.chmod(0o755 if is_folder else 0o644)  # so far only its owner can read it
+        for part in (*unfinished.glob("*"), unfinished):
+            sync(part)
+        try:
+            os.rename(unfinished, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not path.is_dir():
+                raise
+        sync(path.parent)
     finally:
-        if unfinished is not None:
-            unfinished.unlink(missing_ok=True)
+        remove(unfinished)
 
 
 def reason_of(error: Exception) -> str:
@@ -82,23 +90,17 @@ def temporary_prefix(name: str) -> str:
 def is_abandoned(path: Path) -> bool:
     """Whether nobody writes a temporary file any more: its process (of this host) is gone, or it is a day old."""
     match = TEMPORARY.fullmatch(path.name)
-    if match and match["host"] == HOST and not is_alive(int(match["pid"])):
-        return True
+    if match and match["host"] == HOST:
+        try:
+            os.kill(int(match["pid"]), 0)
+        except (ProcessLookupError, OverflowError):
+            return True
+        except PermissionError:  # another user's
+            pass
     try:
-        return time.time() - path.lstat().st_mtime > ABANDONED_AFTER
+        return time.time() - path.lstat().st_mtime > 24 * 3600
     except OSError:  # another process removed it
         return False
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this host has that number."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def remove(path: Path) -> None:
@@ -115,7 +117,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in NO_SYNC or not path.is_dir():
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # a system that syncs no folders
             raise
     finally:
         os.close(handle)
@@ -141,10 +143,8 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(
-                problem="aliases (*name) are not allowed; write the value out", problem_mark=mark
-            )
+            problem = "aliases (*name) are not allowed; write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

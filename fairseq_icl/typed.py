@@ -69,20 +69,17 @@ def _fields(kind: Any, path: list[str]) -> list[str]:
     return [field.alias or name for name, field in getattr(kind, "model_fields", {}).items()]
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, remedy: str = "") -> Any:
     """The content of a JSON file; a UserError if it cannot be read."""
     try:
         if not path.is_file() and path.exists():  # a pipe or a device would never end
             raise OSError("not a file")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged, or not JSON ({reason_of(error)})") from error
+        problem = f"{path}: damaged, or not JSON ({reason_of(error)})"
+        raise UserError(problem + (remedy and f"; {remedy}")) from error
 
 
 def read_typed(kind: type[Kind], path: Path, remedy: str = "") -> Kind:
     """A JSON file of the declared form."""
-    try:
-        content = read_json(path)
-    except UserError as error:
-        raise UserError(f"{error}{remedy and f'; {remedy}'}") from error
-    return validated(kind, content, f"{path}: damaged", remedy)
+    return validated(kind, read_json(path, remedy), f"{path}: damaged", remedy)

@@ -88,7 +88,7 @@ def server_for(plugin: bool) -> ForkServer:
     fairseq_cli is not imported ahead: it sets up logging.
     """
     libraries = ["fairseq.trainer", "fairseq.options", "hydra", "pandas", "pyarrow.parquet", "safetensors.torch"]
-    own = ["fairseq_icl.api", *(module for module, _ in COMMANDS.values())]
+    own = ["fairseq_icl.api", *(f"fairseq_icl.commands.{name}" for name in COMMANDS)]
     return ForkServer(own if plugin else libraries, os.environ | ONE_THREAD)
 
 

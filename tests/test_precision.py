@@ -20,7 +20,7 @@ from fairseq_icl.observing import Observation
 from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.observing.weight_updates import observe_weight_updates
 from fairseq_icl.prompts.build import Prompts
-from fairseq_icl.replication.cells import OBSERVED
+from fairseq_icl.replication.cells import OBSERVED, Keys
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.find_model import find_model
 from fairseq_icl.replication.folders import ResultsFolder
@@ -209,7 +209,7 @@ def test_weights_beyond_the_precision_are_refused(world: World, tmp_path: Path) 
 
 def test_keys_of_all_results_depend_on_it_and_prompts_do_not(world: World, tmp_path: Path) -> None:
     config = toy_run.configuration(world, tmp_path / "run", *WORDS)
-    engine = Engine(find_model(config["model"], tmp_path), world.data, ResultsFolder(tmp_path / "run"))
+    engine = Engine(Keys(find_model(config["model"], tmp_path), world.data), ResultsFolder(tmp_path / "run"))
     cells = [expand(config | {"precision": name})[0] for name in DTYPES]
     for kind in ("cell", *OBSERVED):
         assert len({engine.keys.of(cell, kind) for cell in cells}) == 3

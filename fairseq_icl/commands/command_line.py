@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,48 +22,36 @@ from fairseq_icl.files import PACKAGE
 from fairseq_icl.settings import SETTINGS, Setting
 
 COMMANDS = {
-    "demo": ("fairseq_icl.commands.demo", "run the whole instrument on the small model that ships with it"),
-    "doctor": ("fairseq_icl.commands.doctor", "say what is in a model folder, and what is missing"),
-    "datasets": ("fairseq_icl.commands.datasets", "list the datasets, show examples and statistics"),
-    "fetch": (
-        "fairseq_icl.commands.fetch",
-        "bring datasets and models from the Hugging Face hub, or fairseq's archives",
-    ),
-    "score": ("fairseq_icl.commands.score", "score ZSL, ICL and FT side by side (fairseq-validate with our defaults)"),
-    "replicate": ("fairseq_icl.commands.replicate", "rerun a paper's experiments, or your own"),
-    "report": ("fairseq_icl.commands.report", "tables and figures of a run beside the published numbers"),
-    "theory": ("fairseq_icl.commands.theory", "the papers' statements, executed: each with its error and its limits"),
+    "demo": "run the whole instrument on the small model that ships with it",
+    "doctor": "say what is in a model folder, and what is missing",
+    "datasets": "list the datasets, show examples and statistics",
+    "fetch": "bring datasets and models from the Hugging Face hub, or fairseq's archives",
+    "score": "score ZSL, ICL and FT side by side (fairseq-validate with our defaults)",
+    "replicate": "rerun a paper's experiments, or your own",
+    "report": "tables and figures of a run beside the published numbers",
+    "theory": "the papers' statements, executed: each with its error and its limits",
 }
+"""The commands, each a module of this folder, and what they do."""
 
 
 def usage() -> str:
     """What `fairseq-icl --help` prints."""
-    lines = [f"  {name:<10} {help_text}" for name, (_, help_text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: fairseq-icl COMMAND [OPTIONS]",
-            "",
-            "Does a model learn in context the way gradient descent would teach it?",
-            "",
-            *lines,
-            "",
-            "fairseq-icl COMMAND --help explains each. Fine-tune with fairseq-train --user-dir fairseq_icl.",
-            f"version {__version__}",
-        ]
-    )
+    commands = "\n".join(f"  {name:<10} {help_text}" for name, help_text in COMMANDS.items())
+    return f"""usage: fairseq-icl COMMAND [OPTIONS]
+
+Does a model learn in context the way gradient descent would teach it?
+
+{commands}
+
+fairseq-icl COMMAND --help explains each. Fine-tune with fairseq-train --user-dir fairseq_icl.
+version {__version__}"""
 
 
 class Terminated(BaseException):
     """SIGTERM has come: like Ctrl-C it undoes on its way out what is half done."""
 
 
-_received: list[int] = []
-"""The signal that is ending the process."""
-SPINNING = "1000"
-"""How often an OpenMP thread looks for work before it sleeps: by default some milliseconds, in which others cannot run.
-Beside busy processes this is most of the time (docs/faq.md)."""
-AGAIN_AFTER = 0.05
-"""Seconds until a signal that got lost is sent again."""
+_received: list[int] = []  # the signal that is ending the process
 LAST_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -79,8 +68,7 @@ def _on_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     if not isinstance(unraisable.exc_value, KeyboardInterrupt | Terminated):
         sys.__unraisablehook__(unraisable)
         return
-    number = _received.pop()
-    threading.Timer(AGAIN_AFTER, os.kill, (os.getpid(), number)).start()
+    threading.Timer(0.05, os.kill, (os.getpid(), _received.pop())).start()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,8 +76,10 @@ def main(argv: list[str] | None = None) -> int:
 
     Ctrl-C ends with one line and code 130, SIGTERM with 143; whoever reads our output may stop reading (141).
     """
-    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is loaded, which it is not yet
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINNING)
+    # How often an OpenMP thread looks for work before it sleeps: by default some milliseconds, in which others cannot
+    # run. Beside busy processes this is most of the time (docs/faq.md). Read when torch is loaded, which it is not yet.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     _received.clear()
     before = {number: signal.signal(number, _on_signal) for number in LAST_WORDS}
     hook, sys.unraisablehook = sys.unraisablehook, _on_unraisable
@@ -132,19 +122,14 @@ def run(words: list[str]) -> int:
         exit_with("fairseq-icl bench has left the package: run python -m benchmarks in a clone of the repository")
     if words[0] not in COMMANDS:
         exit_with(f"fairseq-icl {words[0]}: no such command; choose from {', '.join(COMMANDS)}")
-    if words[0] in SLOW and not {*HELP}.isdisjoint(words):
+    if words[0] in SLOW and not {"-h", "--help"}.isdisjoint(words):
         SLOW[words[0]]().print_help()
         return 0
-    module = importlib.import_module(COMMANDS[words[0]][0])
-    code: int = module.main(words[1:])
+    code: int = importlib.import_module(f"fairseq_icl.commands.{words[0]}").main(words[1:])
     return code
 
 
 FOLDER = PACKAGE / "config"
-GROUPS = ("experiment", "model")
-HELP = ("-h", "--help")
-FROM_PAPER = dict.fromkeys(("num_demonstrations", "seed", "permutation", "lr"), "as the paper says")
-"""Settings whose default in `replicate` is what the paper has for the dataset."""
 KEY = re.compile(r"(?P<name>[a-z_]+): *(?P<default>[^#]*?) *(# (?P<text>.*))?")
 REPLICATE = """Rerun a paper, or a part of it; what is finished stays, what is missing is computed.
 
@@ -169,17 +154,26 @@ Every flag of fairseq-validate works (fairseq-validate --help); those of the tas
 """
 
 
-def replicate() -> argparse.ArgumentParser:
-    """The flags and keys of `replicate`."""
-    parser = _parser("replicate", REPLICATE)
+RawParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def flags_of_replicate() -> argparse.ArgumentParser:
+    """The flags of `replicate`."""
+    parser = RawParser("fairseq-icl replicate", description=REPLICATE)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the keys and settings below")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with an estimate of time and memory")
     parser.add_argument("--quiet", action="store_true", help="no progress, no tables")
-    groups = [f"{group}: {', '.join(sorted(p.stem for p in (FOLDER / group).glob('*.yaml')))}" for group in GROUPS]
+    return parser
+
+
+def replicate() -> argparse.ArgumentParser:
+    """The same, with all keys and settings in its help."""
+    parser = flags_of_replicate()
+    names = {group: sorted(p.stem for p in (FOLDER / group).glob("*.yaml")) for group in ("experiment", "model")}
+    groups = [f"{group}: {', '.join(found)}" for group, found in names.items()]
     groups[1] += "; or a path of a checkpoint, a Hugging Face folder or a YAML file, or hub:OWNER/NAME"
-    settings = [
-        _described(known, "as the paper says" if known.name in FROM_PAPER else "") for known in SETTINGS.values()
-    ]
+    from_paper = dict.fromkeys(("num_demonstrations", "seed", "permutation", "lr"), "as the paper says")
+    settings = [_described(known, from_paper.get(name, "")) for name, known in SETTINGS.items()]
     settings.insert(0, "k: the same as num_demonstrations")
     parser.epilog = "\n\n".join([_lines("keys", [*groups, *_keys()]), _lines("settings", settings)])
     return parser
@@ -188,24 +182,20 @@ def replicate() -> argparse.ArgumentParser:
 def doctor(description: str | None, text: str) -> argparse.ArgumentParser:
     """The flags of `doctor`; `text` is the one that is tokenized."""
     parser = argparse.ArgumentParser(prog="fairseq-icl doctor", description=description)
-    parser.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        help="folder with model.pt, dict.txt and the tokenizer's files; a Hugging Face folder; demo: the shipped model",
-    )
+    what = "folder with model.pt, dict.txt and the tokenizer's files; a Hugging Face folder; demo: the shipped model"
+    parser.add_argument("folder", type=Path, nargs="?", help=what)
     parser.add_argument("--data", type=Path, metavar="DATA", help="look at the datasets in this folder (too)")
     parser.add_argument("--text", default=text, help="text for the tokenizer's round trip and the continuation")
     parser.add_argument("--no-continuation", action="store_true", help="do not load the weights (a large model)")
-    parser.add_argument(
-        "--reference", action="store_true", help="compare a Hugging Face folder with transformers' own code"
-    )
+    of_reference = "compare a Hugging Face folder with transformers' own code"
+    parser.add_argument("--reference", action="store_true", help=of_reference)
     return parser
 
 
 def score() -> argparse.ArgumentParser:
     """The flags of `score` that fairseq-validate does not have, for its help."""
-    parser = _parser("score", SCORE, usage="fairseq-icl score DATA --path CHECKPOINT [FLAGS]", add_help=False)
+    usage = "fairseq-icl score DATA --path CHECKPOINT [FLAGS]"
+    parser = RawParser("fairseq-icl score", usage=usage, description=SCORE, add_help=False)
     known = [known for known in SETTINGS.values() if known.is_flag_of("task", "icl_similarity")]
     parser.epilog = _lines("flags", [f"--{_described(one).replace('_', '-', one.name.count('_'))}" for one in known])
     return parser
@@ -217,11 +207,6 @@ SLOW = {
     "score": score,
 }
 """Commands whose help is printed without importing them."""
-
-
-def _parser(command: str, description: str, **more: object) -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"fairseq-icl {command}", description=description, formatter_class=form, **more)  # type: ignore[arg-type]
 
 
 def _described(known: Setting, default: str = "") -> str:

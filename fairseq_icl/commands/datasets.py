@@ -5,7 +5,6 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.prompts import Encode, Writing, sampling
 from fairseq_icl.prompts.catalogue import DatasetSpec, dataset_names, find_spec, load_spec
 from fairseq_icl.prompts.encoding import RowEncoder
-from fairseq_icl.prompts.readers import SPLITS, Row, Split, compare_rows, has_files, read_split, record_rows
+from fairseq_icl.prompts.readers import SPLITS, Row, compare_rows, has_files, read_split, record_rows
 from fairseq_icl.results import text_table
 from fairseq_icl.settings import SETTINGS
 
@@ -22,46 +21,33 @@ whether they are, row for row, those of the papers; with a dictionary (--dict) p
 tokens of an example, and how many demonstrations fit into the model."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    result = argparse.ArgumentParser(prog="fairseq-icl datasets", description=DESCRIPTION)
-    add = result.add_argument
+def main(argv: list[str]) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(prog="fairseq-icl datasets", description=DESCRIPTION)
+    add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="dataset of the catalogue, or path of your own YAML file")
     add("--data", type=Path, metavar="DIR", help="folder with the data files; without it only the template is shown")
     add("--dict", metavar="FILE", help="dict.txt of the model: print statistics in its tokens")
     add("--bpe", choices=("gpt2", "sentencepiece"), help="tokenizer of the model (default: split at white space)")
     add("--gpt2-encoder-json", metavar="FILE", help="for --bpe gpt2 (default: encoder.json beside --dict)")
     add("--gpt2-vocab-bpe", metavar="FILE", help="for --bpe gpt2 (default: vocab.bpe beside --dict)")
-    add(
-        "--sentencepiece-model",
-        metavar="FILE",
-        help="for --bpe sentencepiece (default: sentencepiece.bpe.model beside --dict)",
-    )
+    of_sentencepiece = "for --bpe sentencepiece (default: sentencepiece.bpe.model beside --dict)"
+    add("--sentencepiece-model", metavar="FILE", help=of_sentencepiece)
     add("--max-positions", type=int, default=2048, metavar="N", help="positions of the model (default: %(default)s)")
     add("--rows", type=int, metavar="N", help="average over N random training rows instead of all")
-    return result
-
-
-def main(argv: list[str]) -> int:
-    """Run the command; the exit code."""
-    args = parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.dict or args.bpe:
         print_statistics(args)
     elif args.names:
         for name in args.names:
             show(load_spec(name) if args.data is None else find_spec(name, args.data), args.data)
-    else:
-        print_catalogue()
+    else:  # one line a dataset: name, options, label words, source
+        lines: list[tuple[object, ...]] = [("dataset", "labels", "papers", "source")]
+        for spec in map(load_spec, dataset_names()):
+            words = textwrap.shorten(", ".join(spec.label_words) or "options of each row", 48, placeholder=" ...")
+            lines.append((spec.name, words, ", ".join(spec.papers), spec.source))
+        print(text_table(lines))
     return 0
-
-
-def print_catalogue() -> None:
-    """One line a dataset: name, options, label words, source."""
-    lines: list[tuple[object, ...]] = [("dataset", "labels", "papers", "source")]
-    for spec in map(load_spec, dataset_names()):
-        words = ", ".join(spec.label_words) or "options of each row"
-        lines.append((spec.name, textwrap.shorten(words, 48, placeholder=" ..."), ", ".join(spec.papers), spec.source))
-    print(text_table(lines))
 
 
 def show(spec: DatasetSpec, folder: Path | None) -> None:
@@ -81,22 +67,16 @@ def show(spec: DatasetSpec, folder: Path | None) -> None:
         counts = Counter(row.gold for row in rows)
         labels = ", ".join(f"{spec.label_words[i] if spec.has_classes else i}: {counts[i]:,}" for i in sorted(counts))
         print(f"{split}: {len(rows):,} rows ({labels})")
-        print(f"  {describe_rows(folder, spec, split, rows)}")
+        record = record_rows(spec, rows)
+        compared = compare_rows(folder, spec, split, rows, record)
+        said = f", {compared.text}" if compared is not None else ""
+        if compared is not None and compared.is_doubtful:
+            others = f"a seed draws others (fairseq-icl fetch data {spec.name})"
+            said = f"\n  WARNING: {compared.text}; {others}"
+        print(f"  rows in order: sha256 {record.sha256}{said}")
     first = rows[sampling.shuffled(len(rows), sampling.VALIDATION_SEED)[0]]
     print(f"first evaluation row, {first.where}:")
     print_rendered(spec, first)
-
-
-def describe_rows(folder: Path, spec: DatasetSpec, split: Split, rows: Sequence[Row]) -> str:
-    """The rows' hash, and whether they are, row for row, those of the papers."""
-    record = record_rows(spec, rows)
-    compared = compare_rows(folder, spec, split, rows, record)
-    text = f"rows in order: sha256 {record.sha256}"
-    if compared is None:
-        return text
-    if compared.is_doubtful:
-        return f"{text}\n  WARNING: {compared.text}; a seed draws others (fairseq-icl fetch data {spec.name})"
-    return f"{text}, {compared.text}"
 
 
 def print_rendered(spec: DatasetSpec, row: Row) -> None:
@@ -119,27 +99,20 @@ def print_statistics(args: argparse.Namespace) -> None:
         raise UserError("statistics need --data DIR (the data files) and --dict FILE (dict.txt of the model)")
     if args.rows is not None and args.rows < 1:
         raise UserError(f"--rows {args.rows}: must be at least 1")
-    files = TOKENIZER_FILES.get(args.bpe, {})
-    bpe = load_bpe(args.bpe, **{flag: getattr(args, flag) or _beside(args.dict, name) for flag, name in files.items()})
+    files = {flag: Path(args.dict).parent / name for flag, name in TOKENIZER_FILES.get(args.bpe, {}).items()}
+    beside = {flag: str(path) if path.is_file() else None for flag, path in files.items()}
+    bpe = load_bpe(args.bpe, **{flag: getattr(args, flag) or path for flag, path in beside.items()})
     encode = line_encoder(load_dictionary(args.dict), bpe)
     names = args.names or [name for name in dataset_names(args.data) if has_files(args.data, name)]
     if not names:
         raise UserError(f"{args.data}: no data of any dataset of the catalogue there; put them into DIR/NAME/")
-    fit = f"fit into {args.max_positions}"
-    lines: list[tuple[object, ...]] = [
-        ("dataset", "train rows", "valid rows", "tokens per example", "longest query", fit)
-    ]
+    header = ("dataset", "train rows", "valid rows", "tokens per example", "longest query")
+    lines: list[tuple[object, ...]] = [(*header, f"fit into {args.max_positions}")]
     for spec in (find_spec(name, args.data) for name in names):
         found = dataset_statistics(spec, args.data, encode, max_positions=args.max_positions, num_rows=args.rows)
         average = round(found.average_tokens, 1)
         lines.append((found.dataset, found.train_rows, found.valid_rows, average, found.longest_query, found.fitting))
     print(text_table(lines))
-
-
-def _beside(dictionary: str, name: str) -> str | None:
-    """The file of that name in the dictionary's folder, if there is one."""
-    path = Path(dictionary).parent / name
-    return str(path) if path.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -149,12 +122,9 @@ class Statistics:
     dataset: str
     train_rows: int
     valid_rows: int
-    average_tokens: float
-    """Tokens of a training example: input and gold label, without BOS and EOS."""
-    longest_query: int
-    """Tokens of the longest evaluation sequence, with BOS and label."""
-    fitting: int
-    """Demonstrations of average length that fit beside the longest evaluation sequence."""
+    average_tokens: float  # tokens of a training example: input and gold label, without BOS and EOS
+    longest_query: int  # tokens of the longest evaluation sequence, with BOS and label
+    fitting: int  # demonstrations of average length that fit beside the longest evaluation sequence
 
 
 def dataset_statistics(

@@ -24,9 +24,8 @@ def main(argv: list[str]) -> int:
     from fairseq_icl.commands import replicate  # six seconds of imports, which --help can do without
 
     code = replicate.main(["experiment=demo", f"out={out}", *(QUICK if arguments.quick else ())])
-    print(
-        f"\nDone in {time.perf_counter() - start:.0f} s. Open {out / 'report' / 'report.html'} in a browser, then try:"
-    )
+    page = out / "report" / "report.html"
+    print(f"\nDone in {time.perf_counter() - start:.0f} s. Open {page} in a browser, then try:")
     print("  fairseq-icl replicate experiment=audit model=demo   # what each difference between code and papers does")
     print("  fairseq-icl replicate experiment=accounts model=demo dataset=demo_sentiment   # what ICL is nearest to")
     print("  fairseq-icl doctor demo    # what is in the model's folder")

@@ -4,12 +4,13 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from fairseq_icl.commands.command_line import replicate
+from fairseq_icl.commands.command_line import flags_of_replicate
 from fairseq_icl.commands.report import report
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB
@@ -17,32 +18,28 @@ from fairseq_icl.prompts.catalogue import load_spec
 from fairseq_icl.replication.cells import Cell, Keys
 from fairseq_icl.replication.configuration import (
     GRID,
+    LOCAL,
     ClusterSettings,
     compose_configuration,
     each_of,
     friendly,
     share_of,
 )
-from fairseq_icl.replication.engine import Job, import_plugins
+from fairseq_icl.replication.engine import Job, import_plugin
 from fairseq_icl.replication.estimate import describe
-from fairseq_icl.replication.find_model import find_model, with_each_layer
+from fairseq_icl.replication.find_model import find_model
 from fairseq_icl.replication.folders import ResultsFolder, StoreError
-from fairseq_icl.replication.plan import borrowed_rates, data_folder, expand
+from fairseq_icl.replication.plan import borrowed_rates, expand
 from fairseq_icl.replication.report.rates import next_steps
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.tables import check_tables
-from fairseq_icl.replication.run import engine_of, run, unfinished, way_to_run
+from fairseq_icl.replication.run import by_dask, engine_of, in_this_process, run, unfinished
 from fairseq_icl.settings import SETTINGS
-
-HUB_DATA = "hub"
-"""data=hub: the datasets are fetched into the cache."""
-PRINTED = 12
-"""Characters of a hash that a plan keeps, to tell cells apart."""
 
 
 def main(argv: list[str]) -> int:
     """Entry of the command."""
-    arguments = replicate().parse_intermixed_args(argv)  # flags may stand between settings
+    arguments = flags_of_replicate().parse_intermixed_args(argv)  # flags may stand between settings
     # In front, so that a setting of the same name is still read, and refused if it is wrong.
     flags = ["quiet=true"] * arguments.quiet + ["dry_run=true"] * arguments.dry_run
     configurations = [compose_configuration([*flags, *words]) for words in each_of(friendly(arguments.settings))]
@@ -57,13 +54,14 @@ def main(argv: list[str]) -> int:
 def run_configuration(config: dict[str, Any]) -> None:
     """Plan a run and compute what is missing of it, or print the plan."""
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # training tells of every step
-    import_plugins(config["plugins"])
+    for module in config["plugins"]:
+        import_plugin(module)
     config = with_fetched(config)
-    data = data_folder(config["data"])
+    data = Path(config["data"])
     if not data.is_dir():
         raise UserError(f"data={data}: no such folder; give the folder with the datasets' files")
     check_tables(config["tables"])
-    cells = expand(with_each_layer(config))
+    cells = expand(config)
     if config["dry_run"]:
         print(describe(config, cells, data))
         return
@@ -77,26 +75,26 @@ def run_configuration(config: dict[str, Any]) -> None:
 
 def compute(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> None:
     """Compute what is missing of the cells; the results folder remembers that they were asked for."""
-    folder, job = ResultsFolder(config["out"]), job_of(config, data)
+    job = job_of(config, data)
     engine = engine_of(job)
-    folder.check_cells(map(engine.keys.of, cells))
-    folder.add_plan(plan_of(config, cells, engine.keys))
-    planned = len({engine.keys.of(cell) for cell in cells})
-    cluster = ClusterSettings(**config["cluster"])
+    keys = list(map(engine.keys.of, cells))
+    engine.folder.check_cells(keys)
+    engine.folder.add_plan(plan_of(config, cells, engine.keys))
+    planned, workers, cluster = len({*keys}), config["workers"], ClusterSettings(**config["cluster"])
     with tqdm(total=planned, unit="cell", disable=config["quiet"] or bool(config["share"])) as bar:
         bar.update(planned - len(unfinished(cells, engine)))
 
-        def tell(line: str) -> None:
-            say(line)
-            bar.update()
-
-        def say(line: str) -> None:
+        def say(line: str, done: int = 0) -> None:
             if not config["quiet"]:
                 bar.write(line, file=sys.stderr)
+            bar.update(done)
 
         for line in borrowed_rates(cells):
             say(line)
-        run(job, cells, tell, way_to_run(config["workers"], cluster, say), share_of(config["share"]))
+        here = workers == 1 and cluster.kind == LOCAL
+        outcomes = in_this_process if here else partial(by_dask, workers=workers, cluster=cluster, say=say)
+        share = share_of(config["share"]) if config["share"] else (1, 1)
+        run(job, cells, partial(say, done=1), outcomes, share)
 
 
 def search(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> None:
@@ -132,17 +130,17 @@ def job_of(config: dict[str, Any], data: Path) -> Job:
 
 def with_fetched(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with model=hub:NAME and data=hub brought here and replaced by the folders they are in."""
+    quiet = config["quiet"]
     if config["model"]["path"].startswith(HUB):
         from fairseq_icl.fetching.models import cached_hub_model
 
-        folder = cached_hub_model(config["model"]["path"], quiet=config["quiet"])
-        config = {**config, "model": {**config["model"], "path": str(folder)}}
-    if config["data"] == HUB_DATA:
+        path = str(cached_hub_model(config["model"]["path"], quiet=quiet))
+        config = {**config, "model": {**config["model"], "path": path}}
+    if config["data"] == "hub":
         from fairseq_icl.fetching.data import data_cache, fetch_dataset
 
-        names = [config["datasets"]] if isinstance(config["datasets"], str) else config["datasets"]
-        for name in names:
-            fetch_dataset(load_spec(name), data_cache(), quiet=config["quiet"])
+        for name in [config["datasets"]] if isinstance(config["datasets"], str) else config["datasets"]:
+            fetch_dataset(load_spec(name), data_cache(), quiet=quiet)
         config = {**config, "data": str(data_cache())}
     return config
 
@@ -153,7 +151,7 @@ def plan_of(config: dict[str, Any], cells: Sequence[Cell], keys: Keys) -> dict[s
         {name: getattr(cell, name) for name in ("model", "dataset", "method", "variant")}
         | {name: getattr(cell.settings, name) for name in GRID}
         | {"key": keys.of(cell), "settings": cell.changed_settings()}
-        | {"prints": {name: text[:PRINTED] for name, text in keys.prints(cell).items() if name in ("model", "data")}}
+        | {"prints": {name: text[:12] for name, text in keys.prints(cell).items() if name in ("model", "data")}}
         for cell in cells
     ]
     return {

@@ -9,11 +9,7 @@ from fairseq_icl import tasks  # noqa: F401 - fairseq does not import a package 
 from fairseq_icl.compat.command_line import TASK
 from fairseq_icl.files import PACKAGE
 
-DEFAULTS = {
-    "--user-dir": str(PACKAGE),
-    "--task": TASK,
-    "--criterion": "icl_similarity",
-}
+DEFAULTS = {"--user-dir": str(PACKAGE), "--task": TASK, "--criterion": "icl_similarity"}
 
 
 def main(argv: list[str]) -> int:

@@ -109,7 +109,7 @@ def load_model(
         ```
     """
     files = find_files(path, name=name, bpe=bpe, tokenizer=tokenizer)
-    settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)
+    settings = Settings(init=init, seed=seed, final_norm=final_norm, attention=attention, precision=precision)  # type: ignore[arg-type]
     return load_from(files, settings, device or str(choose_device()))
 
 

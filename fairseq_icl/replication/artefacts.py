@@ -1,4 +1,4 @@
-"""The files of a run: JSON as types, and the folders of a cell and of an observation, which alone know their files.
+"""The files of a run: JSON as types, and the folder of a cell, which alone knows its files.
 
 What is written, and what is accepted when it is read. results_folder.md describes them for readers.
 """
@@ -14,9 +14,7 @@ import pandas as pd
 from pydantic import Field
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import reason_of, sha256_of
 from fairseq_icl.observing import Observation
-from fairseq_icl.observing.saved import load_observations, save_observations
 from fairseq_icl.results import (
     read_curve,
     read_examples,
@@ -31,7 +29,6 @@ from fairseq_icl.typed import Typed, read_typed, validated
 KEY = r"^[^./\\\x00][^/\\\x00]*$"
 RESULTS, DESCRIPTION, TIME = "results.parquet", "cell.json", "time.json"
 GRADIENTS, CURVE, EXAMPLES = "gradients.parquet", "curve.parquet", "examples.json"
-OBSERVATION, SUMS = "observation.safetensors", "sums.json"
 AGAIN = "and give the replicate command again"
 Observed = tuple[Observation, pd.DataFrame | None]
 """What was seen and, of a fine-tuned model, the record of its gradients."""
@@ -58,19 +55,13 @@ class CellDescription(Typed, extra="allow"):
     cell: CellIdentity
     context_rows: list[int] = []
     rows: dict[str, dict[str, Any]] = {}
-    command: str | None = None
-    """The `fairseq-train` command that fine-tunes as the cell did."""
-    learns: str = ""
-    """What learnt: "4 tensors, layers 28 to 29, 0.9 million parameters"."""
-    lr_made_for: str | None = None
-    """The model that the learning rate was made for."""
+    command: str | None = None  # the `fairseq-train` command that fine-tunes as the cell did
+    learns: str = ""  # what learnt: "4 tensors, layers 28 to 29, 0.9 million parameters"
+    lr_made_for: str | None = None  # the model that the learning rate was made for
     model: dict[str, str] = {}
-    metrics: dict[str, str] = {}
-    """Metrics of other packages that are in the table, and the hash of their code."""
-    machine: dict[str, Any] = {}
-    """Threads, device and precision."""
-    versions: dict[str, str] = {}
-    """Of this package, torch, fairseq and numpy."""
+    metrics: dict[str, str] = {}  # metrics of other packages that are in the table, and the hash of their code
+    machine: dict[str, Any] = {}  # threads, device and precision
+    versions: dict[str, str] = {}  # of this package, torch, fairseq and numpy
 
 
 class CellTime(Typed):
@@ -90,10 +81,8 @@ class PlannedCell(Typed, extra="allow"):
     seed: int
     permutation: int
     key: str = Field(pattern=KEY)
-    settings: dict[str, Any] = {}
-    """Those that are not at their default."""
-    prints: dict[str, str] = {}
-    """Short hashes of model and data, and the versions of the stages."""
+    settings: dict[str, Any] = {}  # those that are not at their default
+    prints: dict[str, str] = {}  # short hashes of model and data, and the versions of the stages
 
 
 class PlanFile(Typed, extra="allow"):
@@ -101,22 +90,18 @@ class PlanFile(Typed, extra="allow"):
 
     experiment: str
     cells: list[PlannedCell]
-    tables: list[Any] = []
-    """Names of the published tables to show."""
-    model: dict[str, Any] = {}
-    """What `model` was in the configuration."""
+    tables: list[Any] = []  # names of the published tables to show
+    model: dict[str, Any] = {}  # what `model` was in the configuration
     asked: dict[str, Any] = {}
     """Settings that the command or its experiment gave; all others are the paper's or the default."""
-    average_over: list[str] = ["seed"]
-    """What tables may average over."""
+    average_over: list[str] = ["seed"]  # what tables may average over
 
 
 class AttentionOfExample(Typed, extra="allow"):
-    """What one side attends to in an example, layer by layer."""
+    """What a condition (icl, ft) attends to in an example, layer by layer."""
 
     demonstrations: list[list[int]]
-    tokens: list[list[list[int]]]
-    """Of each layer the heaviest: (token, weight in thousandths)."""
+    tokens: list[list[list[int]]]  # of each layer the heaviest: (token, weight in thousandths)
 
 
 class KeptExample(Typed, extra="allow"):
@@ -146,24 +131,13 @@ class SumsFile(Typed):
     files: dict[str, str]
 
 
-class Running(Typed):
-    """running.json: the command that works on the folder."""
-
-    pid: int
-    host: str
-    since: str
-    command: str
-
-
 @dataclass(frozen=True)
 class CellResults:
     """What a finished cell's folder holds."""
 
-    configuration: dict[str, Any]
-    """As in `CellDescription`."""
+    configuration: dict[str, Any]  # as in `CellDescription`
     means: pd.DataFrame
-    record: pd.DataFrame | None = None
-    """Of the gradients."""
+    record: pd.DataFrame | None = None  # of the gradients
     curve: pd.DataFrame | None = None
 
 
@@ -174,32 +148,25 @@ class CellFolder:
     path: Path
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the cell's results are there."""
-        return self.path.is_dir()
-
-    def has_metrics(self, metrics: Mapping[str, str]) -> bool:
-        """Whether its table holds these metrics of other packages (name -> hash of the code)."""
-        return not metrics or metrics.items() <= self.description().metrics.items()
+    def remedy(self) -> str:
+        """What to do where something in it is damaged."""
+        return f"remove the folder {self.path} {AGAIN}"
 
     def description(self) -> CellDescription:
         """What cell.json says."""
-        return read_typed(CellDescription, self.path / DESCRIPTION, self._remedy)
+        return read_typed(CellDescription, self.path / DESCRIPTION, self.remedy)
 
     def read(self) -> CellResults:
         """The cell without its single examples; a UserError names the file that is damaged and what to do about it."""
         configuration = self.description().model_dump(exclude_unset=True)
         gradients, curve = self.path / GRADIENTS, self.path / CURVE
         try:
-            return CellResults(
-                configuration,
-                read_means(self.path / RESULTS),
-                record=read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None,
-                curve=read_curve(curve) if os.path.lexists(curve) else None,
-            )
+            means = read_means(self.path / RESULTS)
+            record = read_gradient_record(gradients)[0] if os.path.lexists(gradients) else None
+            return CellResults(configuration, means, record, read_curve(curve) if os.path.lexists(curve) else None)
         except UserError as error:
             problem = str(error).split("; make it with")[0]  # a cell's record is not made by hand
-            raise UserError(f"{problem}; {self._remedy}") from error
+            raise UserError(f"{problem}; {self.remedy}") from error
 
     def values(self, metrics: Sequence[str]) -> dict[str, pd.DataFrame]:
         """Metric -> values, a row an example and a column a layer (one column, -1, if it has none)."""
@@ -210,19 +177,15 @@ class CellFolder:
         path = self.path / EXAMPLES
         if not os.path.lexists(path):
             return None
-        kept = read_typed(KeptExamples, path, self._remedy)
+        kept = read_typed(KeptExamples, path, self.remedy)
         sizes = {len(shares) - len(one.options) for one in kept.examples for shares in one.probabilities.values()}
         if sizes - {0} or any({"zsl", "icl", "ft"} - set(one.probabilities) for one in kept.examples):
-            raise UserError(f"{path}: damaged, it has not a probability for every option; {self._remedy}")
+            raise UserError(f"{path}: damaged, it has not a probability for every option; {self.remedy}")
         return kept.model_dump(exclude_unset=True, include={"demonstrations", "examples"})
 
     def seconds(self) -> float:
         """How long the cell took."""
-        return read_typed(CellTime, self.path / TIME, self._remedy).seconds
-
-    @property
-    def _remedy(self) -> str:
-        return f"remove the folder {self.path} {AGAIN}"
+        return read_typed(CellTime, self.path / TIME, self.remedy).seconds
 
     def write(
         self,
@@ -246,38 +209,3 @@ class CellFolder:
             (self.path / EXAMPLES).write_text(json.dumps(examples, separators=(",", ":")), encoding="utf-8")
         (self.path / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
         (self.path / TIME).write_text(json.dumps({"seconds": round(seconds, 3)}), encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class ObservationFolder:
-    """The folder of one observation; its files are those that were written, to the last byte, or it is not read."""
-
-    path: Path
-
-    @property
-    def is_there(self) -> bool:
-        """Whether there is something of that name."""
-        return os.path.lexists(self.path)
-
-    def read(self) -> Observed:
-        """The observation; a UserError if anything about it is not as it was written."""
-        sums = read_typed(SumsFile, self.path / SUMS)
-        try:
-            found = {file.name: sha256_of(file) for file in self.path.iterdir() if file.name != SUMS}
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({reason_of(error)})") from error
-        if sums.key != self.path.name or found != sums.files:
-            raise UserError(f"{self.path}: damaged, its files are not those that were written")
-        _, seen = load_observations(self.path / OBSERVATION)
-        if "seen" not in seen:
-            raise UserError(f"{self.path / OBSERVATION}: not an observation of a run")
-        gradients = self.path / GRADIENTS
-        return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
-
-    def write(self, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None) -> None:
-        """Write all files into the folder, which will be the one of `key`."""
-        save_observations(self.path / OBSERVATION, {"seen": observation})
-        if gradients is not None:
-            write_gradient_record(self.path / GRADIENTS, *gradients)
-        sums = {file.name: sha256_of(file) for file in sorted(self.path.iterdir())}
-        (self.path / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")

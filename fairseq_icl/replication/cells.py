@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,14 @@ from fairseq_icl.prompts.sampling import read_rows
 from fairseq_icl.settings import CONTEXT, OBSERVED, OF_TRAINING, PROMPTS, SETTINGS, Settings
 from fairseq_icl.training.methods import Method, get_method, method_names
 
-KEY_LENGTH = 20
 OWN = "fairseq_icl."
 STAGES = {"prompts": 1, "weights": 1, "observing": 1, "training": 1, "metrics": 3}
 """The version of each stage. Whoever changes the numbers of a stage raises it (tests/replication/test_stages.py tells
 when); what was computed with another version is then computed again."""
-LATER = ("head_outputs",)
-"""Settings that came after results were stored, and at their default change nothing of them."""
+LATER = ("head_outputs",)  # settings that came after results were stored, and at their default change nothing of them
 OBSERVING = ("prompts", "weights", "observing")
-PASSED = {"zsl": OBSERVING, "icl": OBSERVING, "ft": (*OBSERVING, "training"), "cell": tuple(STAGES)}
-"""The stages that an observation, or a whole cell, passes."""
+PASSED = {"zsl": OBSERVING, "icl": OBSERVING, "ft": (*OBSERVING, "training")}
+"""The stages that an observation passes; all else has the versions of all of them in its key."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,12 @@ class Cell:
     model: str
     dataset: str
     method: str
-    variant: str
-    """Name of the changes against the experiment's plain run; "" for the plain run."""
+    variant: str  # name of the changes against the experiment's plain run; "" for the plain run
     settings: Settings
-    source: str = ""
-    """Where the dataset's YAML comes from: its name in the catalogue or a path."""
+    source: str = ""  # where the dataset's YAML comes from: its name in the catalogue or a path
     rates: tuple[tuple[str, float], ...] = ()
     """Learning rates of the two methods that a cell compares, where each has its own; `settings.lr` is then None."""
-    lender: str = ""
-    """The model that the learning rate was made for, where it is another one."""
+    lender: str = ""  # the model that the learning rate was made for, where it is another one
 
     @property
     def spec(self) -> DatasetSpec:
@@ -72,19 +67,16 @@ class Cell:
 
     def configuration(self) -> dict[str, Any]:
         """Everything that determines the cell and can be written down; names of variant and file are not part of it."""
-        settings = asdict(self.settings)
-        described = {"model": self.model, "dataset": self.dataset, "method": self.method, "settings": settings}
-        return described | ({"rates": dict(self.rates)} if self.rates else {})
+        described = {name: getattr(self, name) for name in ("model", "dataset", "method")}
+        return described | {"settings": asdict(self.settings)} | ({"rates": dict(self.rates)} if self.rates else {})
 
     def observed(self, condition: str) -> "Cell":
-        """The cell with all that makes no difference to the observation of a condition (zsl, icl, ft) at a fixed value.
-
-        Two cells with the same result share the observation.
-        """
+        """The cell with all at a fixed value that makes no difference to the observation of a condition."""
         method = self.method if condition == "ft" else condition
-        sees_prompt = condition == "ft" and (get_method(method).reads_prompt or self.settings.layers == "similar")
-        of_prompt = (CONTEXT,) if sees_prompt else ()
-        settings = self.settings.relevant_to((*OBSERVED[condition], *of_prompt))
+        stages = OBSERVED[condition]
+        if condition == "ft" and (get_method(method).reads_prompt or self.settings.layers == "similar"):
+            stages += (CONTEXT,)
+        settings = self.settings.relevant_to(stages)
         if condition == "ft":
             idle = {name: known.default for name, known in OF_TRAINING.items() if not get_method(method).reads(known)}
             settings = replace(settings, **idle)
@@ -92,9 +84,7 @@ class Cell:
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that are not at their default; where each method has its own learning rate, all of them."""
-        changed = {
-            name: value for name, known in SETTINGS.items() if (value := getattr(self.settings, name)) != known.default
-        }
+        changed = {name: value for name, value in vars(self.settings).items() if value != SETTINGS[name].default}
         return changed | ({"lr": dict(self.rates)} if self.rates else {})
 
     def prompts_key(self) -> tuple[str, Settings]:
@@ -106,41 +96,53 @@ class Cell:
         return self.settings.relevant_to(("weights",))
 
 
+@dataclass(frozen=True)
 class Keys:
     """Keys of cells, their observations, prompts and models, for one model and one folder of data."""
 
-    def __init__(self, files: ModelFiles, data: Path):
-        self.files, self.data = files, data
-        self._keys: dict[tuple[Cell, str], str] = {}
+    files: ModelFiles
+    data: Path
+    _known: dict[tuple[Cell, str], str] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, cell: Cell, kind: str = "cell") -> str:
-        """Key of the cell, or of its observation of a condition (zsl, icl, ft)."""
-        if (cell, kind) not in self._keys:
-            described = cell if kind == "cell" else cell.observed(kind)
-            prints: dict[str, Any] = self.prints(cell, kind)
-            if described.settings.demonstrations not in ("first", "balanced"):
-                prints["demonstrations"] = read_rows(described.settings.demonstrations)
+        """Key of the cell, of its observation of a condition (zsl, icl, ft), of its prompts or of its model."""
+        if (cell, kind) in self._known:
+            return self._known[cell, kind]
+        prints: dict[str, Any] = self.prints(cell, kind)
+        if kind == "prompts":
+            key = "prompts-" + _hash(*cell.prompts_key(), prints)
+        elif kind == "model":
+            key = "model-" + _hash(cell.model_key(), prints)
+        else:
+            seen = cell if kind == "cell" else cell.observed(kind)
+            if seen.settings.demonstrations not in ("first", "balanced"):
+                prints["demonstrations"] = read_rows(seen.settings.demonstrations)
             if kind not in ("zsl", "icl"):
-                methods = {cell.method, *get_method(cell.method).trained, described.settings.layer_clip_value}
+                methods = {cell.method, *get_method(cell.method).trained, seen.settings.layer_clip_value}
                 prints["methods"] = [_described(get_method(name)) for name in method_names() if name in methods]
-            self._keys[cell, kind] = _hash(described.configuration() | {"settings": _told(described.settings)}, prints)
-        return self._keys[cell, kind]
-
-    def of_prompts(self, cell: Cell) -> str:
-        """Key of its prompts."""
-        return "prompts-" + _hash(cell.prompts_key()[0], _told(cell.prompts_key()[1]), self.prints(cell))
-
-    def of_model(self, cell: Cell) -> str:
-        """Key of its model before fine-tuning."""
-        return "model-" + _hash(_told(cell.model_key()), self.prints(cell))
+            key = _hash(seen.configuration() | {"settings": seen.settings}, prints)
+        return self._known.setdefault((cell, kind), key)
 
     def prints(self, cell: Cell, kind: str = "cell") -> dict[str, str]:
         """What a result depends on besides its settings: the files of model and data, and the versions of stages."""
         named = {f"tokenizer.{name}": file_hash(path) for name, path in self.files.tokenizer.items()}
         dictionary = file_hash(self.files.dictionary) if self.files.dictionary else ""  # a folder's hash covers it
-        stages = ", ".join(f"{stage} {STAGES[stage]}" for stage in PASSED[kind])
+        stages = ", ".join(f"{stage} {STAGES[stage]}" for stage in PASSED.get(kind, STAGES))
         prints = {"model": self.files.sha256, "dictionary": dictionary, "data": data_hash(self.data, cell.spec)}
         return prints | named | {"bpe": str(self.files.bpe), "stages": stages}
+
+
+def _described(method: Method) -> dict[str, Any]:
+    """A method as its cells' keys have it; what other packages do to states is told by their code."""
+    facts = asdict(method)
+    if (edit := facts.pop("edit")) is None:
+        return facts
+    is_own = getattr(edit, "__module__", "").startswith(OWN)
+    return facts | {"edit": edit.__qualname__ if is_own else _hash(_source_of(edit))}
+
+
+def _hash(*content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=_told).encode()).hexdigest()[:20]
 
 
 def _told(settings: Settings) -> dict[str, Any]:
@@ -149,27 +151,14 @@ def _told(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name not in LATER or value != SETTINGS[name].default}
 
 
-def _described(method: Method) -> dict[str, Any]:
-    """A method as its cells' keys have it; what other packages do to states is told by their code."""
-    facts = asdict(method)
-    edit = facts.pop("edit")
-    if edit is None:
-        return facts
-    is_own = getattr(edit, "__module__", "").startswith(OWN)
-    return facts | {"edit": edit.__qualname__ if is_own else _hash(_source_of(edit))}
-
-
-def _hash(*content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
-
-
 def foreign_metrics() -> dict[str, str]:
     """Names of the metrics that other packages added, with the hash of their code."""
-    computed = {metric.name: metric.compute for metric in map(get_metric, metric_names())}
-    functions = {name: getattr(compute, "func", compute) for name, compute in computed.items()}  # behind a partial
-    added = {name: function for name, function in functions.items() if not function.__module__.startswith(OWN)}
-    given = {name: str(getattr(computed[name], "keywords", "")) for name in added}
-    return {name: _hash(_source_of(function), given[name]) for name, function in added.items()}
+    found = {}
+    for metric in map(get_metric, metric_names()):
+        function = getattr(metric.compute, "func", metric.compute)  # behind a partial
+        if not function.__module__.startswith(OWN):
+            found[metric.name] = _hash(_source_of(function), str(getattr(metric.compute, "keywords", "")))
+    return found
 
 
 def _source_of(function: Callable[..., Any]) -> str:
@@ -179,10 +168,7 @@ def _source_of(function: Callable[..., Any]) -> str:
         return f"{function.__module__}.{function.__qualname__}"
 
 
-@cache
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, read once per process."""
-    return sha256_of(path)
+file_hash = cache(sha256_of)  # SHA-256 of a file, read once per process
 
 
 def data_hash(folder: Path, spec: DatasetSpec, hash_file: Callable[[Path], str] = file_hash) -> str:

@@ -5,6 +5,7 @@ store as the group `settings`.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,31 +18,29 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB
+from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.replication.find_model import (
     FOLDER,
+    MAX_NAME,
+    MAX_PATH,
     MODEL_FILE,
     ModelConfiguration,
-    PathText,
     name_model,
     with_model_file,
 )
-from fairseq_icl.settings import SETTINGS, check_reading, nearest
+from fairseq_icl.settings import READING, SETTINGS, check_reading, nearest
 from fairseq_icl.typed import Typed, validated
 
-CONFIG_NAME = "replicate"
-GRID = ("seed", "permutation", "init")
-"""Settings of which the papers have several values; null is what the paper says."""
+GRID = ("seed", "permutation", "init")  # settings of which the papers have several values; null is what the paper says
 NO_TRAINING = {"authors": "layer-norms", "paper": "untrained"}
 """Reading -> what init=no-training, the second paper's baseline, means in it."""
 FROM_PAPER = (*GRID, "num_demonstrations", "lr")
 LISTS = ("dataset", "datasets", "method", "plugins", "tables")
 GROUPS = ("model", "experiment")
-COMMA_TEXTS = ("train_parameters", "layer_clip_value")
-"""Settings whose one value is a text with commas; several values are given as ["A,B","C"]."""
 DEMO = {"data": "demo", "paper": "demo", "datasets": "[demo_sentiment,demo_subjectivity]"}
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
 BARE_LIST = re.compile(r"[^\[\]{}'\"()]+,[^\[\]{}'\"()]+")
@@ -49,19 +48,13 @@ OTHER_NAMES = {"k": "num_demonstrations", "dataset": "datasets", "cluster": "clu
 """Words that people type, and the keys they mean. (Hydra would take dataset= for a choice of a file in dataset/.)"""
 
 
-# null: not given. Differences between code and paper follow the reading, some others the paper's settings.
-DEFAULTS = {
-    name: None if known.paper is not None or name in (*FROM_PAPER, "device") else known.default
-    for name, known in SETTINGS.items()
-}
-ConfigStore.instance().store(name="settings", node={**DEFAULTS, "init": ["pretrained"]}, provider="fairseq_icl")
+# None: not given. Differences between code and paper follow the reading, some others the paper's settings.
+DEFAULTS = {name: known.default for name, known in SETTINGS.items()} | dict.fromkeys((*READING, *FROM_PAPER, "device"))
+ConfigStore.instance().store(name="settings", node=DEFAULTS | {"init": ["pretrained"]}, provider="fairseq_icl")
 
 
 def friendly(overrides: Sequence[str]) -> list[str]:
-    """Overrides as people type them -> as Hydra wants them.
-
-    `seed=1,2,3` is a list, `model=PATH` names a checkpoint or a folder, `k=4` is num_demonstrations.
-    """
+    """Overrides as people type them (seed=1,2,3 is a list, model=PATH a checkpoint, k=4 a setting) -> as Hydra's."""
     result = []
     if any(override.lstrip("+") == "model=demo" for override in overrides):  # the shipped model comes with its data
         given = {OTHER_NAMES.get(key := override.lstrip("+").partition("=")[0], key) for override in overrides}
@@ -75,33 +68,31 @@ def friendly(overrides: Sequence[str]) -> list[str]:
             result.append(override)
             continue
         sign, key, value = match["sign"], OTHER_NAMES.get(match["key"], match["key"]), match["value"]
-        _check_choice(key, value)
+        quoted = (
+            "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        )  # paths may hold spaces, commas and brackets
+        known = [path.stem for path in (FOLDER / key).glob("*.yaml")] if key in GROUPS else []
+        for word in value.split(",") if known and re.fullmatch(r"[\w.,-]+", value) else ():
+            if word not in known and not _is_path(word):  # Hydra would offer fairseq's architectures
+                also = "" if key != "model" else "; or give a path of a checkpoint or of a folder, or hub:OWNER/NAME"
+                raise UserError(f"{key}={word}: unknown {key}; {nearest(word, known)}{also}")
         if key == "model" and "," not in value and _is_path(value):
             result.append("model=checkpoint")
             if value.endswith(MODEL_FILE):  # a path given as well must not hide the file, nor the file the path
-                result.append(f"model.file={quoted(value)}")
+                result.append(f"model.file={quoted}")
             if not value.endswith(MODEL_FILE) or not any(word.startswith("model.path=") for word in overrides):
-                result.append(f"model.path={quoted(value)}")
+                result.append(f"model.path={quoted}")
             continue
-        if BARE_LIST.fullmatch(value) and key in COMMA_TEXTS:
-            value = quoted(value)
+        if BARE_LIST.fullmatch(value) and key in ("train_parameters", "layer_clip_value"):
+            value = quoted  # one text with commas; several are given as ["A,B","C"]
         elif BARE_LIST.fullmatch(value) and (key in LISTS or key in SETTINGS):
             value = f"[{value}]"
         elif key in ("data", "out") and value and value[0] not in "'\"$" and value != "null":
-            value = quoted(value)
+            value = quoted
         if key.split(".")[0] in ("vary", "variants") or key.startswith("cluster.options."):
             sign = "++"  # mappings that Hydra would not let grow
         result.append(f"{sign}{key}={value}")
     return result
-
-
-def _check_choice(key: str, value: str) -> None:
-    """Refuse a model or an experiment that there is no YAML file for (Hydra would offer fairseq's architectures)."""
-    known = [path.stem for path in (FOLDER / key).glob("*.yaml")] if key in GROUPS else []
-    for word in value.split(",") if re.fullmatch(r"[\w.,-]+", value) else ():
-        if known and word not in known and not _is_path(word):
-            also = "" if key != "model" else "; or give a path of a checkpoint or of a folder, or hub:OWNER/NAME"
-            raise UserError(f"{key}={word}: unknown {key}; {nearest(word, known)}{also}")
 
 
 def _is_path(model: str) -> bool:
@@ -111,17 +102,8 @@ def _is_path(model: str) -> bool:
     return named or (not known and Path(model).is_dir())
 
 
-def quoted(text: str) -> str:
-    """`text` as a Hydra string: paths may hold spaces, commas and brackets."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
 def each_of(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of every run that they ask for: `model=125m,355m` or `reading=authors,paper` are two.
-
-    (Lists of settings, datasets and methods are the grid of one run.)
-    """
+    """The overrides of every run: reading=authors,paper are two (lists of settings, datasets, methods are a grid)."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         values = [list(one.sweep_string_iterator()) if one.is_sweep_override() else None for one in parsed]
@@ -139,7 +121,7 @@ def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
-            config = compose(CONFIG_NAME, overrides=list(overrides))
+            config = compose("replicate", overrides=list(overrides))
     # The last three: a group that is no word (model=3), numbers of thousands of digits, brackets nested without end.
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(explain(error)) from error
@@ -148,42 +130,18 @@ def compose_configuration(overrides: Sequence[str]) -> dict[str, Any]:
     return plain(config)
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain containers, with what Hydra itself needs left out and names filled in."""
-    try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
-        values: Any = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
-    values.pop("hydra", None)
-    if isinstance(values.get("model"), dict):
-        values["model"] = with_model_file(values["model"])
-    check(values)
-    return dict(values)
-
-
 LOCAL = "local"
-QUEUES = {
-    "slurm": ("SLURMCluster", "sbatch"),
-    "pbs": ("PBSCluster", "qsub"),
-    "lsf": ("LSFCluster", "bsub"),
-    "sge": ("SGECluster", "qsub"),
-    "htcondor": ("HTCondorCluster", "condor_submit"),
-}
-"""Queueing systems that `cluster=` may name, the class of dask-jobqueue for each, and the command that submits jobs."""
+QUEUES = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub", "sge": "qsub", "htcondor": "condor_submit"}
+"""Queueing systems that `cluster=` may name, and the command that submits jobs."""
 SCHEDULER = "tcp://"
 SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
-MAX_SCALE = 1e12
-"""What a learning rate is at most scaled by."""
+MAX_SCALE = 1e12  # what a learning rate is at most scaled by
 
 
 class ClusterSettings(Typed):
     """`cluster=` and `cluster.*`: where workers are started (docs/clusters.md)."""
 
-    kind: str = LOCAL
-    """local, a queueing system, or the address tcp://HOST:PORT of a running Dask scheduler."""
+    kind: str = LOCAL  # local, a queueing system, or the address tcp://HOST:PORT of a running Dask scheduler
     jobs: int = Field(4, ge=1, le=1000)
     cpus: int = Field(4, ge=1, le=1024)
     memory: str = "16GB"
@@ -193,22 +151,14 @@ class ClusterSettings(Typed):
     interface: str | None = None
     options: dict[str, Any] = {}
 
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        if kind not in (LOCAL, *QUEUES) and not kind.startswith(SCHEDULER):
-            close = nearest(kind, (LOCAL, *QUEUES))
-            raise ValueError(f"{kind[:80]} is none of local, {', '.join(QUEUES)}, {SCHEDULER}HOST:PORT; {close}")
-        return kind
-
 
 class RunConfiguration(Typed):
     """The keys of replicate.yaml that are no settings."""
 
     name: str = Field(min_length=1)
     paper: str
-    data: PathText
-    out: PathText = Field(min_length=1)
+    data: str
+    out: str = Field(min_length=1)
     plugins: list[Any]
     datasets: str | list[Any]
     method: str | list[Any]
@@ -230,55 +180,60 @@ class RunConfiguration(Typed):
     dry_run: bool
     model: ModelConfiguration
 
-    @field_validator("name", "out")
-    @classmethod
-    def _in_one_line(cls, text: str) -> str:
-        if not text.strip() or not text.isprintable():
-            raise ValueError("must be a text that is not empty, in one line")
-        return text
-
-    @field_validator("plugins")
-    @classmethod
-    def _modules(cls, plugins: list[Any]) -> list[Any]:
-        for module in plugins:
-            if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
-                raise ValueError(
-                    f"{str(module)[:80]}: must be a list of names of modules, such as [my_package.metrics]"
-                )
-        return plugins
-
     @model_validator(mode="after")
-    def _processes(self) -> "RunConfiguration":
-        share_of(self.share)
-        if self.workers > 1 and (self.cluster.kind != LOCAL or self.share is not None):
+    def _fits_together(self) -> "RunConfiguration":
+        for key, text in (("name", self.name), ("out", self.out)):
+            if not text.strip() or not text.isprintable():
+                raise ValueError(f"{key}: must be a text that is not empty, in one line")
+        paths = {"data": self.data, "out": self.out, "model.path": self.model.path}
+        for key, text in (paths | {"model.tokenizer": self.model.tokenizer or ""}).items():
+            too_long = len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts)
+            if "\0" in text or too_long:
+                raise ValueError(f"{key}: {text[:80]}...: not a path; give one of a file or folder")
+        for module in self.plugins:
+            if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+                must = "must be a list of names of modules, such as [my_package.metrics]"
+                raise ValueError(f"plugins: {str(module)[:80]}: {must}")
+        kind = self.cluster.kind
+        if kind not in (LOCAL, *QUEUES) and not kind.startswith(SCHEDULER):
+            known = f"local, {', '.join(QUEUES)}, {SCHEDULER}HOST:PORT"
+            raise ValueError(f"cluster.kind: {kind[:80]} is none of {known}; {nearest(kind, (LOCAL, *QUEUES))}")
+        if self.workers > 1 and (kind != LOCAL or self.share is not None):
             raise ValueError("workers: neither with cluster= (cluster.jobs=N) nor with share=")
-        if self.share is not None and self.cluster.kind != LOCAL:
+        if self.share is not None and share_of(self.share) and kind != LOCAL:
             raise ValueError("share: not with cluster=, which spreads the work itself")
         return self
 
 
-def share_of(text: str | None) -> tuple[int, int]:
-    """`share=2/8` as numbers; (1, 1) is the whole plan."""
-    if text is None:
-        return 1, 1
+def share_of(text: str) -> tuple[int, int]:
+    """`share=2/8` as numbers."""
     match = SHARE.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"share={text[:80]}: must be like 2/8, the second of eight parts")
     return int(match[1]), int(match[2])
 
 
-def check(values: dict[str, Any]) -> None:
-    """Refuse keys that nobody reads, keys left out, and values of the wrong kind, before anything is planned.
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, complete: a model without a name gets that of its folder.
 
-    A model without a name gets that of its folder.
+    Keys that nobody reads, keys left out, and values of the wrong kind are refused before anything is planned.
     """
+    try:
+        if missing := sorted(map(str, OmegaConf.missing_keys(config))):
+            raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
+        values: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    values.pop("hydra", None)
+    if isinstance(model := values.get("model"), dict):
+        path = model.get("path")
+        file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
+        values["model"] = model if file is None else with_model_file(model, file)
     if missing := [key for key in SETTINGS if key not in values]:
         raise UserError(f"{missing[0]}: is missing; leave it in, it has a default")
-    unknown = [key for key in values if key not in SETTINGS and key not in RunConfiguration.model_fields]
-    if unknown:
-        raise UserError(
-            f"{unknown[0]}: unknown key; {nearest(unknown[0], [*SETTINGS, *RunConfiguration.model_fields])}"
-        )
+    known = {*SETTINGS, *RunConfiguration.model_fields}
+    if unknown := [key for key in values if key not in known]:
+        raise UserError(f"{unknown[0]}: unknown key; {nearest(unknown[0], known)}")
     validated(RunConfiguration, {key: value for key, value in values.items() if key not in SETTINGS})
     for key, setting in SETTINGS.items():
         if values[key] == []:
@@ -290,12 +245,9 @@ def check(values: dict[str, Any]) -> None:
                 setting.check(single)
     check_reading(values["reading"])
     name_model(values["model"])
-
-
-def check_scale(value: Any) -> None:
-    """Refuse a factor on the learning rate that is no number from 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SCALE:
-        raise UserError(f"lr_scale={str(value)[:80]}: must be a number of at least 0")
+    if values["data"] == "demo":
+        values["data"] = str(DEMO_DATA)
+    return dict(values)
 
 
 def explain(error: Exception) -> str:

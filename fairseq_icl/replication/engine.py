@@ -5,12 +5,11 @@ An engine is one process's: it keeps the model that it used last. Which process 
 
 import gc
 import importlib
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,55 +21,44 @@ import torch
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import give_back_memory, reason_of, remove, sha256_of, write_atomically
 from fairseq_icl.models import Model, facts_of, load_from
-from fairseq_icl.models.files import ModelFiles
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing import observe
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.replication.artefacts import Observed
 from fairseq_icl.replication.cells import Cell, Keys, data_hash, foreign_metrics
-from fairseq_icl.replication.find_model import find_model
 from fairseq_icl.replication.folders import ResultsFolder
-from fairseq_icl.replication.graph import Need, Task, limits_of, observations_of, watches
+from fairseq_icl.replication.graph import Task, limits_of, observations_of, watches
 from fairseq_icl.results import provenance
 from fairseq_icl.results.collector import compare
 from fairseq_icl.results.examples import most_disagreeing
-from fairseq_icl.settings import OF_TRAINING
+from fairseq_icl.settings import OF_TRAINING, Settings
 from fairseq_icl.training.dynamics import Curve
 from fairseq_icl.training.fine_tuning import Watch, fine_tuned
 from fairseq_icl.training.methods import get_method, training_command, training_options
 from fairseq_icl.training.softmax_gradient import choose_what_learns
-
-LEFT_FREE = 2**28
-"""Bytes of the disk that are left to the results when a model is shared."""
 
 
 @dataclass(frozen=True)
 class Job:
     """What a process needs to know to compute any task of a run."""
 
-    model: str
-    """What `model` is in the configuration, as JSON."""
+    model: str  # what `model` is in the configuration, as JSON
     sha256: str
     """Of the model's files: hashed once a run, not by every process."""
     data: Path
     out: Path
-    plugins: tuple[str, ...] = ()
-    """Modules that register methods and metrics."""
-
-    def files(self) -> ModelFiles:
-        """The model's files."""
-        files = find_model(json.loads(self.model), self.out)
-        vars(files)["sha256"] = self.sha256  # a cached property
-        return files
+    plugins: tuple[str, ...] = ()  # modules that register methods and metrics
 
 
+@dataclass
 class Engine:
     """Computes tasks with one model's files and one folder of data; keep one per process."""
 
-    def __init__(self, files: ModelFiles, data: Path, folder: ResultsFolder):
-        self.files, self.data, self.folder = files, data, folder
-        self.keys = Keys(files, data)
-        self._model: tuple[Any, Model] | None = None
+    keys: Keys
+    folder: ResultsFolder
+    shared_model: str | None = None  # file of the model of the task at hand, where workers share it
+    _model: tuple[Settings, Model] | None = None
+    """The model that was used last, and the settings that tell it from others."""
 
     def perform(self, task: Task, found: Mapping[str, Any]) -> Any:
         """Do the task; `found` has the results of what it needs, by key. What is stored is not returned."""
@@ -78,117 +66,98 @@ class Engine:
             return self.prompts(task.cell)
         if task.kind == "model":
             return self.share_model(task)
-        prompts, shared_model = found[self.keys.of_prompts(task.cell)], found.get(self.keys.of_model(task.cell))
+        prompts = found[self.keys.of(task.cell, "prompts")]
+        self.shared_model = found.get(self.keys.of(task.cell, "model"))
         if task.kind == "cell":
-            self.compute(task.cell, prompts, shared_model)
-        elif self._stored(task.key) is None:
-            seen, gradients = self.observe(task.cell, task.kind, prompts, shared_model)
-            self.folder.keep_observation(task.key, seen, self._with_decoder(task.cell, shared_model, gradients))
+            self.compute(task.cell, prompts)
+        elif self.folder.observation(task.key) is None:
+            seen, gradients = self.observe(task, prompts)
+            self.folder.keep_observation(task.key, seen, self._with_decoder(task.cell, gradients))
         return None
 
     def prompts(self, cell: Cell) -> Prompts:
         """The prompts of the cell."""
-        prompts = build_prompts(cell.spec, self.data, self.files.writing, cell.settings)
-        if data_hash(self.data, cell.spec, sha256_of) != data_hash(self.data, cell.spec):
-            raise UserError(f"{self.data}: the files of {cell.dataset} changed during the run; start it again")
+        data = self.keys.data
+        prompts = build_prompts(cell.spec, data, self.keys.files.writing, cell.settings)
+        if data_hash(data, cell.spec, sha256_of) != data_hash(data, cell.spec):
+            raise UserError(f"{data}: the files of {cell.dataset} changed during the run; start it again")
         return prompts
 
-    def compute(self, cell: Cell, prompts: Prompts, shared_model: str | None) -> None:
+    def compute(self, cell: Cell, prompts: Prompts) -> None:
         """Compute and store a cell: ICL against its method, or two methods against each other."""
         start = time.perf_counter()
         prompts = replace(prompts, settings=cell.settings)  # those of its neighbours, who may record or compare others
         needs = observations_of(cell, self.keys)
-        seen = [self._observed(need, prompts, shared_model) for need in needs[:2]]
+        stored = needs[: 2 if watches(cell) else None]
+        seen = [self.folder.observation(need.key) or self.observe(need, prompts) for need in stored]
         curve = None
         if watches(cell):
             watched = Curve(prompts, seen[0][0], seen[1][0], cell.settings.curve_examples)
-            seen.append(self.observe(cell, "ft", prompts, shared_model, watched.after_demonstration))
+            seen.append(self.observe(needs[2], prompts, watched.after_demonstration))
             curve = watched.finish(seen[2][0])
-        else:
-            seen += [self._observed(need, prompts, shared_model) for need in needs[2:]]
         zsl, icl, *trained = (observation for observation, _ in seen)
         kept: dict[str, Any] = {"curve": curve}
         if len(trained) == 1:
-            kept["gradients"] = self._with_decoder(cell, shared_model, seen[2][1])
-            kept["examples"] = most_disagreeing(prompts, zsl, icl, trained[0], self.files.spell)
+            kept["gradients"] = self._with_decoder(cell, seen[2][1])
+            kept["examples"] = most_disagreeing(prompts, zsl, icl, trained[0], self.keys.files.spell)
         both: dict[str, Any] = {"other_ft": trained[1], "metrics": ["alpha"]} if len(trained) == 2 else {}
         table = compare(prompts, zsl, icl, *trained[:1], **both).assign(method=cell.method)
-        description, made_by = self._described(cell, prompts, shared_model)
+        description, made_by = self._described(cell, prompts)
         kept["seconds"] = time.perf_counter() - start
         self.folder.finish(self.keys.of(cell), lambda folder: folder.write(description, table, made_by, **kept))
 
-    def _observed(self, need: Need, prompts: Prompts, shared_model: str | None) -> Observed:
-        """The observation: as it is stored, else made now."""
-        return self._stored(need.key) or self.observe(need.cell, need.condition, prompts, shared_model)
-
-    def _stored(self, key: str) -> Observed | None:
-        """The stored observation; one that is damaged is removed."""
-        folder = self.folder.observation(key)
-        if not folder.is_there:
-            return None
-        try:
-            return folder.read()
-        except UserError as error:
-            self.folder.say(f"{error}: it is made again")
-            self.folder.drop(key)
-            return None
-
-    def observe(
-        self, cell: Cell, condition: str, prompts: Prompts, shared_model: str | None, watch: Watch | None = None
-    ) -> Observed:
+    def observe(self, task: Task, prompts: Prompts, watch: Watch | None = None) -> Observed:
         """Observe a condition now: ZSL or ICL of the base model, or fine-tune, watched, and observe that (ft)."""
         gc.collect()  # fairseq's trainer is in a cycle, and with it what was trained last
         give_back_memory()
-        model, prompts = self.base_model(cell, shared_model), replace(prompts, settings=cell.settings)
-        if condition != "ft":
-            return observe(model, prompts, in_context=condition == "icl"), None
+        cell = task.cell
+        model, prompts = self.base_model(cell), replace(prompts, settings=cell.settings)
+        if task.kind != "ft":
+            return observe(model, prompts, in_context=task.kind == "icl"), None
         settings = {name: getattr(cell.settings, name) for name in OF_TRAINING}
         limit = limits_of(cell, self.keys)
-        limits = None if limit is None else self._observed(limit, prompts, shared_model)[1]
+        limits = None if limit is None else (self.folder.observation(limit.key) or self.observe(limit, prompts))[1]
         with fine_tuned(model, prompts, cell.method, limits=limits, after_demonstration=watch, **settings) as tuned:
             return observe(tuned, prompts), tuned.gradients
 
-    def _with_decoder(
-        self, cell: Cell, shared_model: str | None, gradients: pd.DataFrame | None
-    ) -> tuple[pd.DataFrame, Any] | None:
+    def _with_decoder(self, cell: Cell, gradients: pd.DataFrame | None) -> tuple[pd.DataFrame, Any] | None:
         """A gradient record with the decoder that its file describes."""
-        return None if gradients is None else (gradients, self.base_model(cell, shared_model).lm.decoder)
+        return None if gradients is None else (gradients, self.base_model(cell).lm.decoder)
 
-    def _described(
-        self, cell: Cell, prompts: Prompts, shared_model: str | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _described(self, cell: Cell, prompts: Prompts) -> tuple[dict[str, Any], dict[str, Any]]:
         """What cell.json says, and the provenance inside its table."""
+        files, data = self.keys.files, str(self.keys.data)
         description: dict[str, Any] = {"cell": cell.configuration(), "context_rows": list(prompts.context_rows)}
         description["rows"] = {split: asdict(record) for split, record in prompts.rows.items()}
         if (method := get_method(cell.method)).trains:
-            options = training_options(method, cell.settings, self.files, str(self.data), cell.source or cell.dataset)
+            options = training_options(method, cell.settings, files, data, cell.source or cell.dataset)
             two_stages = method.first or options.get("layers") == "similar"
             description["command"] = None if two_stages else training_command(options)
-            description["learns"] = choose_what_learns(self.base_model(cell, shared_model).lm, cell.settings)
+            description["learns"] = choose_what_learns(self.base_model(cell).lm, cell.settings)
             description["lr_made_for"] = cell.lender or cell.model
         elif method.edit is not None:
             description["learns"] = "no weight: states are edited"
-        description["model"] = {"path": str(self.files.checkpoint), "sha256": self.files.sha256}
+        description["model"] = {"path": str(files.checkpoint), "sha256": files.sha256}
         description["metrics"] = foreign_metrics()
         made_by = provenance({}, precision=cell.settings.precision, device=cell.settings.device)
         description |= {name: made_by[name] for name in ("machine", "versions")}
-        return description, made_by | {"checkpoints": {"base": self.files.sha256}, "config": description}
+        return description, made_by | {"checkpoints": {"base": files.sha256}, "config": description}
 
-    def base_model(self, cell: Cell, shared_model: str | None = None) -> Model:
+    def base_model(self, cell: Cell) -> Model:
         """The model before fine-tuning; loaded anew only if the init (or a random init's seed) changes.
 
-        `shared_model` is the file of one that all workers map: its tensors are views of a private mapping. It is a
-        pickled module, which could run code: only a file that this user wrote is read.
+        Tensors of one that all workers map are views of a private mapping. Its file is a pickled module, which could
+        run code: only one that this user wrote is read.
         """
         key = cell.model_key()
         if self._model is None or self._model[0] != key:
             self._model = None  # two large models would not fit side by side
-            path = Path(shared_model or "")
-            if shared_model and path.is_file() and path.stat().st_uid == os.geteuid():
+            path = Path(self.shared_model or "")
+            if path.is_file() and path.stat().st_uid == os.geteuid():
                 lm: PretrainedLM = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-                self._model = (key, Model(lm, self.files, *facts_of(cell.settings)))
+                self._model = (key, Model(lm, self.keys.files, *facts_of(cell.settings)))
             else:
-                self._model = (key, load_from(self.files, cell.settings))
+                self._model = (key, load_from(self.keys.files, cell.settings))
         return self._model[1]
 
     def share_model(self, task: Task) -> str:
@@ -200,8 +169,8 @@ class Engine:
         path = self.folder.shared_model(task.key)
         if task.cell.settings.device != "cpu" or path.is_file():
             return str(path) if path.is_file() else ""
-        lm = load_from(self.files, task.cell.settings).lm
-        needed = sum(parameter.nbytes for parameter in lm.parameters()) + LEFT_FREE
+        lm = load_from(self.keys.files, task.cell.settings).lm
+        needed = sum(parameter.nbytes for parameter in lm.parameters()) + 2**28  # which is left to the results
         try:
             if (free := shutil.disk_usage(path.parent).free) < needed:
                 raise UserError(f"{path.parent}: {needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} free")
@@ -213,13 +182,12 @@ class Engine:
         return str(path)
 
 
-def import_plugins(modules: Sequence[str]) -> None:
-    """Import modules of the user's, which register methods and metrics; those in the current folder are found."""
-    for module in modules:
-        sys.path.insert(0, os.getcwd())
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise UserError(f"plugins={module}: cannot be imported ({error}); give a module on PYTHONPATH") from error
-        finally:
-            sys.path.remove(os.getcwd())
+def import_plugin(module: str) -> None:
+    """Import a module of the user's, which registers methods and metrics; one in the current folder is found."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"plugins={module}: cannot be imported ({error}); give a module on PYTHONPATH") from error
+    finally:
+        sys.path.remove(os.getcwd())

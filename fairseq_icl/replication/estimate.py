@@ -7,8 +7,9 @@ scaled by the numbers of tokens. What cells share is counted once, as the graph 
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fairseq_icl.models import load_from
@@ -22,8 +23,7 @@ from fairseq_icl.replication.plan import borrowed_rates, counted
 from fairseq_icl.settings import OF_TRAINING
 from fairseq_icl.training.fine_tuning import fine_tuned
 
-QUERIES, DEMONSTRATIONS = 8, 2
-"""Of the probe."""
+QUERIES, DEMONSTRATIONS = 8, 2  # of the probe
 
 
 def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
@@ -32,18 +32,24 @@ def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
     files = find_model(config["model"], out, make=False)
     shape = shape_of(config["model"], files)
     lines = [f"{config['name']} on {files.name} ({shape['layers']} layers of width {shape['width']}) into {out}", ""]
-    lines += [*borrowed_rates(cells), *[""] * bool(borrowed_rates(cells))]
+    if borrowed := borrowed_rates(cells):
+        lines += [*borrowed, ""]
     if not files.checkpoint.exists():  # random weights that nobody has made yet
         return "\n".join([*lines, counted(cells, cells), "", "no estimate: the random weights are made by the run"])
     keys = Keys(files, data)
     folder = ResultsFolder(out, create=False) if (out / "store.json").is_file() else None
-    done = [cell for cell in cells if folder is not None and folder.cell(keys.of(cell)).is_finished]
-    todo = [cell for cell in cells if cell not in set(done)]
+    finished = {cell: folder.cell(keys.of(cell)) for cell in cells} if folder else {}
+    finished = {cell: found for cell, found in finished.items() if found.path.is_dir()}
+    todo = [cell for cell in cells if cell not in finished]
     lines += [counted(cells, todo), ""]
     if not todo:
         return "\n".join([*lines, "everything is finished already"])
-    seconds, how = from_finished(done, todo, keys, folder) if folder and done else (None, "")
-    if seconds is None:
+    taken: dict[tuple[str, ...], list[float]] = {}
+    for cell, found in finished.items():
+        taken.setdefault(_kind(cell), []).append(found.seconds())
+    if {_kind(cell) for cell in todo} <= taken.keys():
+        seconds, how = sum(fmean(taken[_kind(cell)]) for cell in todo), f"from {len(finished)} finished cells"
+    else:
         seconds, how = Probe(keys, data).estimate(todo), f"from a probe of {QUERIES} queries and {DEMONSTRATIONS} steps"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     lines += [f"about {duration(seconds)} on this machine in one process, if it does nothing else ({how})"]
@@ -51,38 +57,26 @@ def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
     return "\n".join(lines)
 
 
-def from_finished(
-    done: Sequence[Cell], todo: Sequence[Cell], keys: Keys, folder: ResultsFolder
-) -> tuple[float | None, str]:
-    """The time of `todo` if finished cells have all its datasets and methods, on the same device."""
-    taken: dict[tuple[str, ...], list[float]] = {}
-    for cell in done:
-        taken.setdefault(_kind(cell), []).append(folder.cell(keys.of(cell)).seconds())
-    if {_kind(cell) for cell in todo} - set(taken):
-        return None, ""
-    means = {kind: sum(seconds) / len(seconds) for kind, seconds in taken.items()}
-    return sum(means[_kind(cell)] for cell in todo), f"from {len(done)} finished cells"
-
-
 def _kind(cell: Cell) -> tuple[str, ...]:
     """Cells that take about as long: the speed of a GPU says nothing of the CPU's."""
     return cell.dataset, cell.method, cell.settings.device, cell.settings.precision
 
 
+@dataclass
 class Probe:
     """Seconds a token of every condition and method, measured once each."""
 
-    def __init__(self, keys: Keys, data: Path):
-        self.keys, self.data = keys, data
-        self.rates: dict[tuple[str, ...], float] = {}
-        self.prompts: dict[Any, Prompts] = {}
+    keys: Keys
+    data: Path
+    rates: dict[tuple[str, ...], float] = field(default_factory=dict)
+    prompts: dict[Any, Prompts] = field(default_factory=dict)
 
     def estimate(self, cells: Sequence[Cell]) -> float:
         """Seconds of all observations of the cells, each once."""
         needs = {need.key: need for cell in cells for need in observations_of(cell, self.keys)}
         total = 0.0
         for need in needs.values():
-            for kind in ("train", "zsl") if need.condition == "ft" else (need.condition,):
+            for kind in ("train", "zsl") if need.kind == "ft" else (need.kind,):
                 total += self._rate(kind, need.cell) * tokens(self._built(need.cell), kind)
         return total
 

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.fetching import HUB, split_name
@@ -19,22 +16,16 @@ from fairseq_icl.typed import Typed
 
 FOLDER = PACKAGE / "config"
 MODEL_FILE = (".yaml", ".yml")
-MAX_PATH, MAX_NAME = 4095, 255
-"""Longest path and longest name in one, in bytes, as Linux has them."""
-SHAPE_KEYS = ("layers", "width", "heads", "ffn", "vocabulary")
-MAX_SHAPE = 1 << 20
-EACH = "each"
-MAX_WEIGHTS = 10**12
-"""Larger numbers in a shape are a slip of the finger."""
-
-
-def _is_path_or_word(text: str) -> str:
-    if "\0" in text or len(os.fsencode(text)) > MAX_PATH or any(len(part) > MAX_NAME for part in Path(text).parts):
-        raise ValueError(f"{text[:80]}...: not a path; give one of a file or folder")
-    return text
-
-
-PathText = Annotated[str, AfterValidator(_is_path_or_word)]
+MAX_PATH, MAX_NAME = 4095, 255  # longest path and longest name in one, in bytes, as Linux has them
+SHAPE = {
+    "layers": "decoder_layers",
+    "width": "decoder_embed_dim",
+    "heads": "decoder_attention_heads",
+    "ffn": "decoder_ffn_embed_dim",
+    "vocabulary": "",
+}
+"""Keys of a shape, and the options of fairseq that say the same."""
+MAX_SHAPE, MAX_WEIGHTS = 1 << 20, 10**12  # larger numbers in a shape are a slip of the finger
 
 
 class FileBeside(Typed, extra="allow"):
@@ -48,9 +39,9 @@ class ModelConfiguration(Typed):
     """`model.*`: config/model/*.yaml, or a file of the user's."""
 
     name: str | None
-    path: PathText
+    path: str
     bpe: str | None
-    tokenizer: PathText | None
+    tokenizer: str | None
     archive: str | None
     beside: dict[str, FileBeside]
     random: bool
@@ -58,15 +49,8 @@ class ModelConfiguration(Typed):
     learning_rates: dict[str, Any]
 
 
-def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
-    """The model with what a YAML file of the user's says of it (model=FILE.yaml, or a path that names one).
-
-    What the command says beside the file counts before what the file says.
-    """
-    path = model.get("path")
-    file = model.pop("file", None) or (path if isinstance(path, str) and path.endswith(MODEL_FILE) else None)
-    if file is None:
-        return model
+def with_model_file(model: dict[str, Any], file: Any) -> dict[str, Any]:
+    """The model with what a YAML file of the user's (model=FILE.yaml) says of it and the command does not."""
     if not isinstance(file, str):
         raise UserError(f"model.file={file}: must be a text, the path of a model's YAML file")
     content = read_yaml(Path(file))
@@ -81,10 +65,7 @@ def with_model_file(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_model(model: dict[str, Any]) -> None:
-    """Give a model without a name that of its folder, or of its repository on the hub.
-
-    A name that cannot be part of a file's name is refused.
-    """
+    """Give a model without a name that of its folder or repository; one that no file can have is refused."""
     if model["name"] is None and model["path"].startswith(HUB):
         model["name"] = split_name(model["path"])[0].rpartition("/")[2] or "model"
     elif model["name"] is None:
@@ -110,24 +91,30 @@ def find_model(config: dict[str, Any], folder: Path, *, make: bool = True) -> Mo
         beside = dictionary.parent
     elif not checkpoint.exists():
         fetch = f" (fairseq-icl fetch model {config['name']} does it)" if config.get("archive") else ""
-        raise UserError(
-            f"{checkpoint}: no such checkpoint; unpack the model there{fetch}, set FAIRSEQ_ICL_MODELS to the folder of "
-            "your models, give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights "
-            "of that shape"
+        place = f"unpack the model there{fetch}, set FAIRSEQ_ICL_MODELS to the folder of your models"
+        other = (
+            "give model=PATH/model.pt or a Hugging Face folder, or model.random=true for random weights of that shape"
         )
+        raise UserError(f"{checkpoint}: no such checkpoint; {place}, {other}")
     if config["random"] and not make:  # only looked at, not made yet
         named = {flag: dictionary.parent / name for flag, name in TOKENIZER_FILES.get(config["bpe"] or "", {}).items()}
         return ModelFiles(config["name"], checkpoint, dictionary, config["bpe"], named)
     is_folder = is_hugging_face(checkpoint)
-    if config["shape"] is not None and not config["random"] and not is_folder:
-        _compare_shape(config["shape"], checkpoint)
+    if (shape := config["shape"]) is not None and not config["random"] and not is_folder:
+        check_shape(shape)
+        found = language_model_config(read_checkpoint(checkpoint), checkpoint)
+        for key, option in SHAPE.items():
+            if option and shape[key] != getattr(found, option):
+                has = f"{checkpoint} has {getattr(found, option)}"
+                remedy = "leave the shape out, or give model.random=true for random weights"
+                raise UserError(f"model.shape.{key}={shape[key]}: {has}; {remedy}")
     bpe = None if is_folder else config["bpe"]  # the folder has its own tokenizer
     files = find_files(checkpoint, name=config["name"], bpe=bpe, tokenizer=beside)
     for path in (files.dictionary, *files.tokenizer.values()):
         if path is not None and not path.is_file():
+            beside_it = "put the model's dict.txt and tokenizer files there"
             raise UserError(
-                f"{path}: no such file; put the model's dict.txt and tokenizer files there, or name the folder that "
-                "has them: model.tokenizer=FOLDER"
+                f"{path}: no such file; {beside_it}, or name the folder that has them: model.tokenizer=FOLDER"
             )
     return files
 
@@ -153,37 +140,16 @@ def make_stand_in(config: dict[str, Any], folder: Path, dictionary: Path, *, mak
 def check_shape(shape: dict[str, Any]) -> None:
     """Refuse a shape of which something is missing, unknown or no size that a model can have."""
     for key, value in shape.items():
-        if key not in SHAPE_KEYS:
-            raise UserError(f"model.shape.{key}: unknown key; {nearest(key, SHAPE_KEYS)}")
+        if key not in SHAPE:
+            raise UserError(f"model.shape.{key}: unknown key; {nearest(key, SHAPE)}")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_SHAPE:
             raise UserError(f"model.shape.{key}={str(value)[:80]}: must be a whole number from 1 to {MAX_SHAPE - 1:,}")
-    if missing := [key for key in SHAPE_KEYS if key not in shape]:
-        raise UserError(f"model.shape.{missing[0]}: is missing; give {', '.join(SHAPE_KEYS)}")
+    if missing := [key for key in SHAPE if key not in shape]:
+        raise UserError(f"model.shape.{missing[0]}: is missing; give {', '.join(SHAPE)}")
     if shape["width"] % shape["heads"] or shape["width"] % 2:
         raise UserError(f"model.shape.heads={shape['heads']}: does not divide the width {shape['width']} evenly")
     if shape["layers"] * shape["width"] * (4 * shape["width"] + 2 * shape["ffn"]) > MAX_WEIGHTS:
         raise UserError(f"model.shape: more than {MAX_WEIGHTS:.0e} weights; give a smaller one")
-
-
-def _compare_shape(shape: dict[str, Any], checkpoint: Path) -> None:
-    """A shape says what random weights look like; beside a checkpoint that is there it must be the checkpoint's."""
-    check_shape(shape)
-    config = language_model_config(read_checkpoint(checkpoint), checkpoint)
-    names = ("decoder_layers", "decoder_embed_dim", "decoder_attention_heads", "decoder_ffn_embed_dim")
-    for key, name in zip(SHAPE_KEYS, names, strict=False):
-        if shape[key] != getattr(config, name):
-            raise UserError(
-                f"model.shape.{key}={shape[key]}: {checkpoint} has {getattr(config, name)}; leave the shape out, or "
-                "give model.random=true for random weights"
-            )
-
-
-def with_each_layer(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run in which `vary.layers: each` stands for the number of every layer of its model."""
-    if config["vary"].get("layers") != EACH:
-        return config
-    shape = shape_of(config["model"], find_model(config["model"], Path(config["out"]), make=False))
-    return {**config, "vary": {**config["vary"], "layers": [str(layer) for layer in range(shape["layers"])]}}
 
 
 def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
@@ -193,10 +159,5 @@ def shape_of(config: dict[str, Any], files: ModelFiles) -> dict[str, int]:
     if not files.checkpoint.is_file():
         return dict(config["shape"])
     found = language_model_config(read_checkpoint(files.checkpoint), files.checkpoint)
-    return {
-        "layers": found.decoder_layers,
-        "width": found.decoder_embed_dim,
-        "heads": found.decoder_attention_heads,
-        "ffn": found.decoder_ffn_embed_dim,
-        "vocabulary": len(files.load_dictionary()),
-    }
+    shape = {key: getattr(found, option) for key, option in SHAPE.items() if option}
+    return shape | {"vocabulary": len(files.load_dictionary())}

@@ -1,27 +1,17 @@
 """The results folder: what lies in it, who has it, and how something gets into it completely or not at all.
 
-    RUN/store.json            format of the folder
-    RUN/plans/HASH.json       what was asked for: the cells of each command, by key
-    RUN/cells/KEY/            a finished cell: results.parquet, cell.json, time.json and, where there are any,
-                              gradients.parquet, curve.parquet, examples.json (artefacts.py)
-    RUN/observations/KEY/     an observation that unfinished cells share
-    RUN/models/KEY.pt         a base model that the workers of a run map while they work
-    RUN/jobs/                 what the jobs of a cluster said
-    RUN/running*.lock         locked while a command works here; running.json says which
-
-Folders of cells and observations are filled under another name and renamed in one step: they are there completely or
-not at all, and of two processes that finish the same key the second loses without harm. Names of unfinished files say
-which process of which host writes them (files.py): the next run removes those whose process is gone.
+What each file and folder in it is, docs/results_folder.md says. Folders of cells and observations are filled under
+another name and renamed in one step: they are there completely or not at all, and of two processes that finish the same
+key the second loses without harm. Names of unfinished files say which process of which host writes them (files.py): the
+next run removes those whose process is gone.
 """
 
-import errno
 import hashlib
 import json
 import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,19 +22,18 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import is_abandoned, reason_of, remedy_for, remove, sync, temporary_prefix, write_atomically
+from fairseq_icl.files import in_one_step, is_abandoned, reason_of, remedy_for, remove, sha256_of, write_atomically
 from fairseq_icl.observing import Observation
-from fairseq_icl.replication.artefacts import AGAIN, CellFolder, FolderFormat, ObservationFolder, PlanFile, Running
-from fairseq_icl.typed import read_typed, validated
+from fairseq_icl.observing.saved import load_observations, save_observations
+from fairseq_icl.replication.artefacts import AGAIN, GRADIENTS, CellFolder, FolderFormat, Observed, PlanFile, SumsFile
+from fairseq_icl.results import read_gradient_record, write_gradient_record
+from fairseq_icl.typed import read_json, read_typed, validated
 
 FORMAT = 3
+OBSERVATION, SUMS = "observation.safetensors", "sums.json"
 FOLDERS = ("plans", "cells", "observations", "models")
-LOGS = "jobs"
-"""Folder of what the jobs of a cluster say."""
-OTHERS = ("store.json", "stand_in", "report", "running.lock", "running.json", LOGS)
+OTHERS = ("store.json", "stand_in", "report", "running.lock", "running.json", "jobs")
 """What else may lie in a results folder, besides the locks of shares."""
-WORKED_ON = (".", *FOLDERS, "stand_in", "report", "report/figures")
-"""Where a killed process may leave unfinished files."""
 
 
 class StoreError(UserError):
@@ -59,11 +48,26 @@ class ResultsFolder:
         marker = self.folder / "store.json"
         if marker.is_dir():
             raise UserError(f"{marker}: a folder where a file should be; remove it, or choose another out=DIR")
-        if not create and not marker.is_file():
+        is_new = not marker.is_file()
+        if is_new and not create:
             raise UserError(f"{self.folder}: not a results folder of fairseq-icl replicate (no store.json in it)")
         with _clear_errors(self.folder):
             if create:
-                self._create(marker)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                there = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith((".", "running"))}
+                if is_new and (others := there - {*OTHERS, *FOLDERS}):
+                    other = f"holds other files ({min(others)})"
+                    raise UserError(f"{self.folder}: {other}; choose an empty folder: out=DIR")
+                for path in (self.folder / name for name in FOLDERS):
+                    try:
+                        path.mkdir(exist_ok=True)
+                    except FileExistsError as error:
+                        problem = "cannot be written, a file where a folder should be; remove it"
+                        raise StoreError(f"{path}: {problem}") from error
+                if is_new:
+                    write_atomically(marker, json.dumps({"format": FORMAT}) + "\n")
+                elif not os.access(self.folder / "cells", os.W_OK):
+                    raise UserError(f"{self.folder}: cannot be written; choose another results folder: out=DIR")
             try:
                 found = read_typed(FolderFormat, marker).format
             except UserError as error:
@@ -72,29 +76,8 @@ class ResultsFolder:
                     f'{{"format": {FORMAT}}} into it, else choose another out=DIR'
                 ) from error
         if found != FORMAT:
-            raise UserError(
-                f"{self.folder}: results of another version (format {found}, this version writes {FORMAT}); "
-                "choose another folder with out=DIR"
-            )
-
-    def _create(self, marker: Path) -> None:
-        """Make the folder unless it is there; one with other things in it is left alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        is_new = not marker.is_file()
-        found = {entry.name for entry in self.folder.iterdir() if not entry.name.startswith((".", "running"))}
-        if is_new and (others := found - {*OTHERS, *FOLDERS}):
-            raise UserError(f"{self.folder}: holds other files ({min(others)}); choose an empty folder: out=DIR")
-        for name in FOLDERS:
-            try:
-                (self.folder / name).mkdir(exist_ok=True)
-            except FileExistsError as error:
-                raise StoreError(
-                    f"{self.folder / name}: cannot be written, a file where a folder should be; remove it"
-                ) from error
-        if is_new:
-            write_atomically(marker, json.dumps({"format": FORMAT}) + "\n")
-        elif not os.access(self.folder / "cells", os.W_OK):
-            raise UserError(f"{self.folder}: cannot be written; choose another results folder: out=DIR")
+            other = f"results of another version (format {found}, this version writes {FORMAT})"
+            raise UserError(f"{self.folder}: {other}; choose another folder with out=DIR")
 
     @contextmanager
     def owned(self, share: str = "") -> Iterator[None]:
@@ -112,18 +95,15 @@ class ResultsFolder:
                             pass
                 except Timeout as error:
                     owner = "another command"
-                    with suppress(UserError):
-                        known = read_typed(Running, running)
-                        command = f"fairseq-icl {known.command[:200]}"
-                        owner = f"process {known.pid} on {known.host} since {known.since} ({command})"
+                    with suppress(UserError, KeyError, TypeError):
+                        known = read_json(running)
+                        command = f"fairseq-icl {known['command'][:200]}"
+                        owner = f"process {known['pid']} on {known['host']} since {known['since']} ({command})"
                     raise UserError(
                         f"{self.folder}: in use by {owner}; wait for its end, end it, or choose another out=DIR"
                     ) from error
-                now, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
-                command = shlex.join(sys.argv[1:])
-                write_atomically(
-                    running, json.dumps({"pid": os.getpid(), "host": host, "since": now, "command": command})
-                )
+                who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+                write_atomically(running, json.dumps(who | {"command": shlex.join(sys.argv[1:])}))
             held.callback(running.unlink, missing_ok=True)
             yield
 
@@ -152,8 +132,8 @@ class ResultsFolder:
 
     def check_cells(self, keys: Iterable[str]) -> None:
         """Refuse a folder in which one of these cells is there but cannot be read, before others are computed."""
-        for cell in (self.cell(key) for key in dict.fromkeys(keys)):
-            if cell.is_finished:
+        for cell in map(self.cell, dict.fromkeys(keys)):
+            if cell.path.is_dir():
                 cell.read()
             elif os.path.lexists(cell.path):
                 raise UserError(f"{cell.path}: not a folder; remove it {AGAIN}")
@@ -162,19 +142,43 @@ class ResultsFolder:
         """Store a cell: `write` fills a folder, which becomes the cell's in one step."""
         self._put(self.cell(key).path, lambda path: write(CellFolder(path)))
 
-    def observation(self, key: str) -> ObservationFolder:
-        """The folder of an observation that several cells share."""
-        return ObservationFolder(self.folder / "observations" / key)
+    def observation(self, key: str) -> Observed | None:
+        """The observation that was kept, if its files are to the last byte those that were written; else it goes."""
+        folder = self.folder / "observations" / key
+        if not os.path.lexists(folder):
+            return None
+        try:
+            sums = read_typed(SumsFile, folder / SUMS)
+            found = {file.name: sha256_of(file) for file in folder.iterdir() if file.name != SUMS}
+            if sums.key != key or sums.files != found:
+                raise UserError(f"{folder}: damaged, its files are not those that were written")
+            _, seen = load_observations(folder / OBSERVATION)
+            if "seen" not in seen:
+                raise UserError(f"{folder / OBSERVATION}: not an observation of a run")
+            gradients = folder / GRADIENTS
+            return seen["seen"], read_gradient_record(gradients)[0] if gradients.is_file() else None
+        except (UserError, OSError) as error:
+            problem = f"{folder}: cannot be read ({reason_of(error)})" if isinstance(error, OSError) else error
+            self.say(f"{problem}: it is made again")
+            self.drop(key)
+            return None
 
     def keep_observation(self, key: str, observation: Observation, gradients: tuple[pd.DataFrame, Any] | None) -> None:
         """Keep an observation, with the gradient record and the decoder it was made with if it has one."""
-        target = self.observation(key).path
-        self._put(target, lambda path: ObservationFolder(path).write(key, observation, gradients))
+
+        def write(folder: Path) -> None:
+            save_observations(folder / OBSERVATION, {"seen": observation})
+            if gradients is not None:
+                write_gradient_record(folder / GRADIENTS, *gradients)
+            sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+            (folder / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")
+
+        self._put(self.folder / "observations" / key, write)
 
     def drop(self, key: str) -> None:
         """Forget what has this key: an observation or a shared model that nobody needs, a cell to be computed again."""
         with _clear_errors(self.folder):
-            for path in (self.observation(key).path, self.shared_model(key), self.cell(key).path):
+            for path in (self.folder / "observations" / key, self.shared_model(key), self.cell(key).path):
                 remove(path)
 
     def shared_model(self, key: str) -> Path:
@@ -182,24 +186,13 @@ class ResultsFolder:
         return self.folder / "models" / f"{key}.pt"
 
     def _put(self, target: Path, write: Callable[[Path], None]) -> None:
-        """Make a folder in one step: filled under another name, synced, renamed unless another process was faster."""
+        """Make a folder in one step."""
         with _clear_errors(self.folder):
-            unfinished = Path(tempfile.mkdtemp(prefix=temporary_prefix(target.name), dir=target.parent))
             try:
-                unfinished.chmod(0o755)
-                write(unfinished)
-                for file in (*unfinished.iterdir(), unfinished):
-                    sync(file)
-                try:
-                    os.rename(unfinished, target)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not target.is_dir():
-                        raise
-                sync(target.parent)
+                with in_one_step(target, is_folder=True) as unfinished:
+                    write(unfinished)
             except UserError as error:  # of a writer of files
                 raise StoreError(str(error)) from error
-            finally:
-                remove(unfinished)
 
     def say(self, line: str) -> None:
         """A line for the user about the folder's state."""
@@ -207,12 +200,10 @@ class ResultsFolder:
 
     def sweep(self, *, alone: bool) -> None:
         """Remove what killed processes left half-written and, if no share can be using them, models they shared."""
-        for path in (path for name in WORKED_ON for path in (self.folder / name).glob(".*")):
-            if is_abandoned(path):
-                remove(path)
-        if alone:
-            for path in (self.folder / "models").glob("[!.]*"):
-                remove(path)
+        worked_on = [self.folder / name for name in (".", *FOLDERS, "stand_in", "report", "report/figures")]
+        unfinished = (path for folder in worked_on for path in folder.glob(".*") if is_abandoned(path))
+        for path in (*unfinished, *((self.folder / "models").glob("[!.]*") if alone else ())):
+            remove(path)
 
 
 @contextmanager

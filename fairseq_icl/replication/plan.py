@@ -7,27 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_icl.devices import choose_device
+import torch
+
 from fairseq_icl.errors import UserError
-from fairseq_icl.files import DEMO_DATA
 from fairseq_icl.prompts.catalogue import DatasetSpec, load_spec, source_of
 from fairseq_icl.prompts.sampling import NUM_PERMUTATIONS
 from fairseq_icl.replication.cells import Cell
-from fairseq_icl.replication.configuration import GRID, NO_TRAINING, check_scale
-from fairseq_icl.replication.find_model import MAX_NAME
+from fairseq_icl.replication.configuration import GRID, MAX_SCALE, NO_TRAINING
+from fairseq_icl.replication.find_model import MAX_NAME, find_model, shape_of
 from fairseq_icl.results import text_table
-from fairseq_icl.settings import READING, SETTINGS, Settings, check_reading, nearest
+from fairseq_icl.settings import OF_TRAINING, READING, SETTINGS, Settings, check_reading, nearest
 from fairseq_icl.training.methods import check_precision_of, get_method
 from fairseq_icl.training.norms import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""
 SKIP_KEYS = ("init", "method", "dataset", "variant", "not_variant")
-PAPERS = ("dai2023", "deutch2024", "demo")
-"""Papers whose settings the shipped datasets have; YAML files of the user's may know others."""
 PAPER_KEYS = ("k", "seeds", "permutations", "learning_rate")
 MADE_FOR = {"dai2023": "1.3b", "deutch2024": "1.3b", "demo": "demo"}
-"""Paper -> the model that the learning rates in the datasets' YAML files were made for."""
+"""Papers whose settings the shipped datasets have, and the model that their learning rates were made for."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,9 @@ class Facts:
     """What a paper (or the user) says about one dataset."""
 
     num_demonstrations: int
-    runs: tuple[tuple[int, int], ...]
-    """(seed, permutation) of each run."""
+    runs: Sequence[tuple[int, int]]  # (seed, permutation) of each run
     learning_rate: float | Mapping[str, float] | None
-    made_for: str = ""
-    """The model that the learning rate was made for, where it is another one than the run's."""
+    made_for: str = ""  # the model that the learning rate was made for, where it is another one than the run's
 
 
 def expand(config: Mapping[str, Any]) -> list[Cell]:
@@ -50,34 +46,34 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
     inits = [NO_TRAINING[config["reading"]] if init == "no-training" else init for init in inits]
     if not names:
         raise UserError("dataset=[]: no dataset to run; name some, e.g. dataset=[sst2,mr]")
-    variants = _variants(config)
-    rules = [_rule(rule) for rule in config["skip"]]
+    variants, rules = _variants(config), [_rule(rule) for rule in config["skip"]]
+    several = {name: config[name] for name in SETTINGS if name not in GRID and isinstance(config[name], list)}
+    for name in (name for name in several if name in config["vary"]):
+        again = f"vary.{name}={several[name]}"
+        raise UserError(f"{name}={several[name]}: the experiment varies it already; give {again}")
     cells: dict[Cell, None] = {}
     specs: dict[str, DatasetSpec] = {}
-    for init, given, chosen in itertools.product(inits, names, _grid(config)):
-        source = source_of(given, data_folder(config["data"]))
+    for init, given, values in itertools.product(inits, names, itertools.product(*several.values())):
+        chosen = {**config, **dict(zip(several, values, strict=True)), "init": init}
+        source = source_of(given, Path(config["data"]))
         spec = load_spec(source)
         facts, name = _facts(spec, chosen), spec.name
         if specs.setdefault(name, spec).fingerprint != spec.fingerprint:
             raise UserError(f"dataset={given}: another dataset of this run is also named {name}; give one another name")
         for (seed, permutation), (variant, changes), method in itertools.product(facts.runs, variants.items(), methods):
-            identity = {"init": init, "method": method, "dataset": name, "variant": variant}
+            identity = {"init": init, "method": method, "dataset": name, "variant": variant, "not_variant": variant}
             if any(
-                all(
-                    (identity[key.removeprefix("not_")] in words) != key.startswith("not_")
-                    for key, words in rule.items()
-                )
-                for rule in rules
+                all((identity[key] in words) != key.startswith("not_") for key, words in rule.items()) for rule in rules
             ):
                 continue
-            grid = {"init": init, "seed": seed, "permutation": permutation}
-            rates, lender = _learning_rates({**chosen, **changes}, facts, method)
-            settings = _settings({**chosen, **changes, **grid}, facts, method, rates)
+            changed = {**chosen, **changes, "seed": seed, "permutation": permutation}
+            rates, lender = _learning_rates(changed, facts, method)
+            settings = _settings(changed, facts, method, rates)
             different = tuple(rates.items()) if len(set(rates.values())) > 1 else ()
             cells[Cell(config["model"]["name"], name, method, variant, settings, source, different, lender)] = None
     if not cells:
         raise UserError("the plan is empty: `skip`, or plain=false, leaves nothing of the chosen settings")
-    papers = {*PAPERS, *(paper for spec in specs.values() for paper in spec.papers)}
+    papers = {*MADE_FOR, *(paper for spec in specs.values() for paper in spec.papers)}  # the user's may know others
     if config["paper"] not in papers:
         raise UserError(f"paper={config['paper']}: unknown paper; {nearest(config['paper'], papers)}")
     by_model: dict[Settings, list[Cell]] = {}
@@ -85,21 +81,6 @@ def expand(config: Mapping[str, Any]) -> list[Cell]:
         by_model.setdefault(cell.model_key(), []).append(cell)
     # Those of one model follow each other: a seed's random weights are drawn once, not once for every dataset.
     return [cell for group in by_model.values() for cell in group]
-
-
-def _grid(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The configuration once for every combination of the settings that have several values."""
-    several = {name: config[name] for name in SETTINGS if name not in GRID and isinstance(config[name], list)}
-    for name, values in several.items():
-        if name in config["vary"]:
-            raise UserError(f"{name}={values}: the experiment varies it already; give vary.{name}={values}")
-    combinations = itertools.product(*several.values())
-    return [{**config, **dict(zip(several, values, strict=True))} for values in combinations]
-
-
-def data_folder(data: str) -> Path:
-    """The folder that `data=` means: the shipped one for the word demo."""
-    return DEMO_DATA if data == "demo" else Path(data)
 
 
 def _words(value: Any, key: str) -> list[str]:
@@ -126,14 +107,17 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise UserError(f"variants.{str(name).strip()}: the name must be a text in one line; quote numbers")
         variants[name] = dict(changes)
-    if config["vary"]:
-        keys = list(config["vary"])
-        for key in keys:
-            if not _as_list(config["vary"][key]):
-                raise UserError(f"vary.{key}=[]: give at least one value")
-        for values in itertools.product(*(_as_list(config["vary"][key]) for key in keys)):
-            changes = dict(zip(keys, values, strict=True))
-            variants[" ".join(f"{key}={_short(value)}" for key, value in changes.items())] = changes
+    vary = {key: _as_list(value) for key, value in config["vary"].items()}
+    if vary.get("layers") == ["each"]:
+        shape = shape_of(config["model"], find_model(config["model"], Path(config["out"]), make=False))
+        vary["layers"] = [str(layer) for layer in range(shape["layers"])]
+    for key, values in vary.items():
+        if not values:
+            raise UserError(f"vary.{key}=[]: give at least one value")
+    for values in itertools.product(*vary.values()) if vary else ():
+        changes = dict(zip(vary, values, strict=True))
+        texts = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in changes.items())
+        variants[" ".join(texts)] = changes
     for name, changes in variants.items():
         for key, value in changes.items():
             if key not in VARIABLE:
@@ -142,8 +126,10 @@ def _variants(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 SETTINGS[key].check(value)
             elif key == "reading":
                 check_reading(value)
-            elif key == "lr_scale":
-                check_scale(value)
+            elif key == "lr_scale" and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SCALE
+            ):
+                raise UserError(f"lr_scale={str(value)[:80]}: must be a number of at least 0")
     return variants
 
 
@@ -151,17 +137,12 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _rule(rule: Any) -> dict[str, list[str]]:
     if not isinstance(rule, Mapping):
         raise UserError(f"skip: {rule} is no mapping; write a list of mappings such as {{method: [gd]}}")
-    unknown = [key for key in rule if key not in SKIP_KEYS]
-    if unknown:
-        raise UserError(f"skip: unknown key {unknown[0]}; use {', '.join(SKIP_KEYS)}")
     for key, value in rule.items():
+        if key not in SKIP_KEYS:
+            raise UserError(f"skip: unknown key {key}; use {', '.join(SKIP_KEYS)}")
         if not all(isinstance(word, str | int | float) for word in _as_list(value)):
             raise UserError(f"skip: {key}={str(value)[:80]}: must be a name or a list of names")
     return {key: [str(word) for word in _as_list(value)] for key, value in rule.items()}
@@ -181,7 +162,18 @@ def _facts(spec: DatasetSpec, config: Mapping[str, Any]) -> Facts:
     varied = {*config["vary"], *(key for changes in config["variants"].values() for key in changes)}
     if k is None and "num_demonstrations" not in varied:
         raise UserError(f"{spec.name}: no number of demonstrations in {config['paper']}; give num_demonstrations=K")
-    runs = _runs(spec.name, published, config)
+    seeds = [SETTINGS["seed"].check(seed) for seed in _as_list(published.get("seeds", []))]
+    tied = dict(zip(seeds, published.get("permutations", []), strict=False))  # a seed's permutation in the paper
+    chosen = config["seed"]
+    if chosen is None or chosen == "first":
+        if not seeds:
+            raise UserError(f"{spec.name}: no seeds in {config['paper']}; give seed=[1,2,3]")
+        chosen = seeds[:1] if chosen == "first" else seeds
+    runs: list[tuple[int, int]] = []
+    for number, seed in enumerate(dict.fromkeys(_as_list(chosen))):
+        free = number % NUM_PERMUTATIONS if len(set(tied.values())) > 1 else 0
+        permutations = tied.get(seed, free) if config["permutation"] is None else config["permutation"]
+        runs += [(seed, permutation) for permutation in _as_list(permutations)]
     rates = config["model"]["learning_rates"]
     if not rates:
         is_own = name in (lender, f"en_dense_lm_{lender}")
@@ -211,58 +203,33 @@ def _published(settings: Any, source: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _runs(name: str, published: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """The (seed, permutation) pairs; a seed of the paper keeps the permutation the paper ties it to."""
-    seeds = [SETTINGS["seed"].check(seed) for seed in _as_list(published.get("seeds", []))]
-    tied = dict(zip(seeds, published.get("permutations", []), strict=False))
-    chosen = config["seed"]
-    if chosen is None or chosen == "first":
-        if not seeds:
-            raise UserError(f"{name}: no seeds in {config['paper']}; give seed=[1,2,3]")
-        chosen = seeds[:1] if chosen == "first" else seeds
-    runs = []
-    for number, seed in enumerate(dict.fromkeys(_as_list(chosen))):
-        free = number % NUM_PERMUTATIONS if len(set(tied.values())) > 1 else 0
-        for permutation in _as_list(tied.get(seed, free) if config["permutation"] is None else config["permutation"]):
-            runs.append((seed, permutation))
-    return tuple(runs)
-
-
 def _settings(config: Mapping[str, Any], facts: Facts, method: str, rates: Mapping[str, float]) -> Settings:
     """The settings of one cell: the configuration with a variant's changes already put over it."""
     given = {name: config[name] for name in SETTINGS}
-    given["device"] = config["device"] or choose_device().type  # part of the keys: CPU and GPU round differently
+    if config["device"] is None:  # part of the keys: CPU and GPU round differently
+        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if config["num_demonstrations"] is None:  # every variant may bring its own k; facts give the paper's
         given["num_demonstrations"] = facts.num_demonstrations
     if get_method(method).trained:
         given["lr"] = next(iter(rates.values())) if len(set(rates.values())) == 1 else None
     else:  # what only training reads is left at its default, so that such cells are the same cell
-        given |= {name: None for name, known in SETTINGS.items() if known.affects == ("training",)}
+        given |= dict.fromkeys(OF_TRAINING)
     settings = Settings.of(config["reading"], **given | get_method(method).settings)
-    if get_method(method).trained:
-        _check_training(settings, method)
+    for name in get_method(method).trained:  # what fine-tuning would refuse once the model is loaded is refused now
+        if settings.num_demonstrations == 0:
+            raise UserError(f"num_demonstrations=0: method {method} has nothing to train on; use method=none")
+        if (settings.layer_clip == "none") != (settings.layer_clip_value is None):
+            if settings.layer_clip == "none":
+                raise UserError("layer_clip_value: needs layer_clip=norm or max")
+            value = "layer_clip_value (a value, one per layer, a method)"
+            raise UserError(f"layer_clip={settings.layer_clip}: needs {value}")
+        equal_step_size(settings)
+        check_precision_of(get_method(name), settings)
     return settings
 
 
-def _check_training(settings: Settings, method: str) -> None:
-    """What fine-tuning would refuse once the model is loaded is refused now."""
-    if settings.num_demonstrations == 0:
-        raise UserError(f"num_demonstrations=0: method {method} has nothing to train on; use method=none")
-    if (settings.layer_clip == "none") != (settings.layer_clip_value is None):
-        given, needed = ("layer_clip_value", "layer_clip=norm or max")
-        if settings.layer_clip_value is None:
-            given, needed = (f"layer_clip={settings.layer_clip}", "layer_clip_value (a value, one per layer, a method)")
-        raise UserError(f"{given}: needs {needed}")
-    equal_step_size(settings)
-    for name in get_method(method).trained:
-        check_precision_of(get_method(name), settings)
-
-
 def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tuple[dict[str, float], str]:
-    """The rate of every method whose fine-tuned model the cell needs: its own, or the two that it compares.
-
-    And the model that one of them was made for, where that is another one than the run's.
-    """
+    """The rate of every method that the cell trains by, and the model that one was made for if it is another one."""
     rates, lenders = {}, [""]
     for name in get_method(method).trained:
         known, published, lender = get_method(name), facts.learning_rate, ""
@@ -282,29 +249,23 @@ def _learning_rates(config: Mapping[str, Any], facts: Facts, method: str) -> tup
 
 def borrowed_rates(cells: Sequence[Cell]) -> list[str]:
     """A line for every dataset whose learning rate was made for another model."""
-    return [
-        borrowed_rate(dataset, model, lender)
-        for dataset, model, lender in dict.fromkeys((cell.dataset, cell.model, cell.lender) for cell in cells)
-        if lender
-    ]
+    known = dict.fromkeys((cell.dataset, cell.model, cell.lender) for cell in cells)
+    return [borrowed_rate(*names) for names in known if names[-1]]
 
 
 def borrowed_rate(dataset: str, model: str, lender: str) -> str:
     """What is said where a learning rate is not the model's own."""
-    return (
-        f"{dataset}: the learning rate is the paper's for {lender}, not one for {model}; "
-        "experiment=rate_search finds it, lr=RATE gives it"
-    )
+    remedy = "experiment=rate_search finds it, lr=RATE gives it"
+    return f"{dataset}: the learning rate is the paper's for {lender}, not one for {model}; {remedy}"
 
 
 def counted(cells: Sequence[Cell], todo: Sequence[Cell]) -> str:
     """Cells by all that differs between them, learning rate and k always; and how many of them are still to do."""
-    varied = {name for cell in cells for name in cell.changed_settings()} - {"seed", "permutation", "init"}
-    values = {
-        cell: {name: getattr(cell.settings, name) for name in SETTINGS} | cell.changed_settings() for cell in cells
-    }
+    changed = {cell: cell.changed_settings() for cell in cells}
+    values = {cell: vars(cell.settings) | changed[cell] for cell in cells}
+    varied = {name for given in changed.values() for name in given} - {*GRID, "num_demonstrations", "lr"}
     names = ["num_demonstrations", "lr"]
-    names += sorted(name for name in varied - set(names) if len({str(given[name]) for given in values.values()}) > 1)
+    names += sorted(name for name in varied if len({str(given[name]) for given in values.values()}) > 1)
 
     def row_of(cell: Cell) -> tuple[str, ...]:
         texts = ("" if values[cell][name] is None else str(values[cell][name]) for name in names)

@@ -6,6 +6,7 @@ others; jobs that end by their time limit are replaced. Ours: a task is a pure f
 found again, and of two that finish the same the second loses without harm (folders.py).
 """
 
+import json
 import logging
 import os
 import shutil
@@ -16,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,21 +24,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fairseq_icl import tasks  # noqa: F401 - registers task and criterions, which training asks fairseq for
-from fairseq_icl.devices import within_memory
-from fairseq_icl.errors import UserError
-from fairseq_icl.replication.cells import Cell, foreign_metrics
+from fairseq_icl.errors import UserError, out_of_memory
+from fairseq_icl.replication.cells import Cell, Keys, foreign_metrics
 from fairseq_icl.replication.configuration import LOCAL, QUEUES, SCHEDULER, ClusterSettings
-from fairseq_icl.replication.engine import Engine, Job, import_plugins
-from fairseq_icl.replication.folders import LOGS, ResultsFolder, StoreError
+from fairseq_icl.replication.engine import Engine, Job, import_plugin
+from fairseq_icl.replication.find_model import find_model
+from fairseq_icl.replication.folders import ResultsFolder, StoreError
 from fairseq_icl.replication.graph import Task, graph_of, kept_for
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-FIRST_WORKER = 24 * 3600
-"""Seconds that the first job of a cluster may wait in its queue."""
-Tell = Callable[[str], None]
-"""Told of every cell that is done, in a line."""
+Tell = Callable[[str], None]  # takes a line for the user
 Outcomes = Callable[[Job, Sequence[Task]], Iterator["Outcome"]]
 """A way to run a graph: yields what became of its tasks, in any order in which each comes after what it needs."""
 _one_at_a_time = threading.Lock()
@@ -52,10 +49,8 @@ class Outcome:
 
     key: str
     value: Any = None
-    failure: str = ""
-    """Why it failed, or something that it needs."""
-    is_fatal: bool = False
-    """Whether no further cell could be stored either."""
+    failure: str = ""  # why it failed, or something that it needs
+    is_fatal: bool = False  # whether no further cell could be stored either
 
 
 def engine_of(job: Job) -> Engine:
@@ -63,19 +58,23 @@ def engine_of(job: Job) -> Engine:
     global _engine
     if _engine is None or _engine[0] != job:
         logging.getLogger("fairseq").setLevel(logging.WARNING)  # training tells of every step
-        import_plugins(job.plugins)
-        _engine = (job, Engine(job.files(), job.data, ResultsFolder(job.out)))
+        for module in job.plugins:
+            import_plugin(module)
+        files = find_model(json.loads(job.model), job.out)
+        vars(files)["sha256"] = job.sha256  # a cached property
+        _engine = (job, Engine(Keys(files, job.data), ResultsFolder(job.out)))
     return _engine[1]
 
 
 def attempt(job: Job, task: Task, *needs: Outcome) -> Outcome:
     """Do one task, in whatever process this is; what the user can mend is an outcome, not an exception."""
-    failed = next((need for need in needs if need.failure), None)
-    if failed is not None:
+    for failed in (need for need in needs if need.failure):
         return replace(failed, key=task.key)
     try:
-        with _one_at_a_time, within_memory("running a cell"):
+        with _one_at_a_time:
             return Outcome(task.key, engine_of(job).perform(task, {need.key: need.value for need in needs}))
+    except torch.OutOfMemoryError as error:
+        return Outcome(task.key, failure=f"running a cell: {out_of_memory(error)}")
     except UserError as error:
         return Outcome(task.key, failure=str(error), is_fatal=isinstance(error, StoreError))
 
@@ -84,8 +83,7 @@ def in_this_process(job: Job, graph: Sequence[Task]) -> Iterator[Outcome]:
     """A plain loop: the order of the graph has everything after what it needs."""
     left, found = Counter(need for task in graph for need in task.needs), dict[str, Outcome]()
     for task in graph:
-        outcome = attempt(job, task, *(found[need] for need in task.needs))
-        found[task.key] = outcome
+        found[task.key] = outcome = attempt(job, task, *(found[need] for need in task.needs))
         for need in task.needs:  # prompts are let go as soon as nobody needs them
             left[need] -= 1
             if not left[need]:
@@ -93,12 +91,14 @@ def in_this_process(job: Job, graph: Sequence[Task]) -> Iterator[Outcome]:
         yield outcome
 
 
-def unfinished(cells: Sequence[Cell], engine: Engine) -> list[Cell]:
-    """The cells without results, each once; one whose table lacks a metric of a plugin is computed again."""
+def unfinished(cells: Sequence[Cell], engine: Engine) -> dict[str, Cell]:
+    """The cells without results by their keys; one whose table lacks a metric of a plugin is computed again."""
     by_key = {engine.keys.of(cell): cell for cell in cells}
-    metrics = foreign_metrics()
-    found = [(engine.folder.cell(key), cell) for key, cell in by_key.items()]
-    return [cell for folder, cell in found if not folder.is_finished or not folder.has_metrics(metrics)]
+    found = {key: engine.folder.cell(key) for key in by_key}
+    there = [key for key, folder in found.items() if folder.path.is_dir()]
+    metrics = foreign_metrics() if there else {}
+    whole = {key for key in there if not metrics or metrics.items() <= found[key].description().metrics.items()}
+    return {key: cell for key, cell in by_key.items() if key not in whole}
 
 
 def run(
@@ -108,24 +108,26 @@ def run(
     engine = engine_of(job)
     folder, keys = engine.folder, engine.keys
     folder.sweep(alone=share == (1, 1))
-    todo = unfinished(part_of(cells, *share), engine)
-    for cell in todo:
-        folder.drop(keys.of(cell))  # where it lacks a metric
-    graph = graph_of(todo, keys, folder, share_models=outcomes is not in_this_process)
-    labels = {keys.of(cell): cell.label for cell in todo}
-    waiting = kept_for(unfinished(cells, engine), keys)
+    todo = unfinished(part_of(cells, *share) if share != (1, 1) else cells, engine)
+    for key in todo:
+        if folder.cell(key).path.is_dir():  # it lacks a metric
+            folder.drop(key)
+    graph = graph_of(list(todo.values()), keys, folder, share_models=outcomes is not in_this_process)
+    waiting = kept_for(list(unfinished(cells, engine).values()), keys)
     failures: dict[str, str] = {}
     for outcome in outcomes(job, graph):
         if outcome.is_fatal:
             raise StoreError(outcome.failure)
-        if outcome.key not in labels:
+        if outcome.key not in todo:
             continue
+        line = todo[outcome.key].label
         if outcome.failure:
-            failures[outcome.key] = f"{labels[outcome.key]}: {outcome.failure}"
-        tell(f"failed: {failures[outcome.key]}" if outcome.failure else labels[outcome.key])
+            failures[outcome.key] = f"{line}: {outcome.failure}"
+            line = f"failed: {failures[outcome.key]}"
+        tell(line)
         for key in [key for key, users in waiting.items() if outcome.key in users]:
             waiting[key] -= {outcome.key}
-            if all(folder.cell(user).is_finished for user in waiting[key]):
+            if all(folder.cell(user).path.is_dir() for user in waiting[key]):
                 folder.drop(key)
     if failures:
         first = next(iter(failures.values()))
@@ -134,7 +136,7 @@ def run(
 
 
 def part_of(cells: Sequence[Cell], number: int, parts: int) -> list[Cell]:
-    """Part `number` of `parts` of the plan (share=2/8): neighbours, not torn where cells share model and prompts.
+    """Part `number` of `parts` of the plan (share=2/8): neighbours; groups with one model and prompts are not torn.
 
     Where there are more parts than such groups, cells are dealt one by one.
     """
@@ -151,28 +153,19 @@ def part_of(cells: Sequence[Cell], number: int, parts: int) -> list[Cell]:
     return chosen
 
 
-def way_to_run(workers: int, cluster: ClusterSettings, say: Callable[[str], None]) -> Outcomes:
-    """How a run with these settings is computed: in this process, or by Dask."""
-    if workers == 1 and cluster.kind == LOCAL:
-        return in_this_process
+def by_dask(job: Job, graph: Sequence[Task], *, workers: int, cluster: ClusterSettings, say: Tell) -> Iterator[Outcome]:
+    """Every task as one of Dask's; results of prompts stay with the workers."""
     if not all(map(find_spec, ("distributed", "dask_jobqueue"))):
         given = f"workers={workers}" if cluster.kind == LOCAL else f"cluster={cluster.kind}"
         raise UserError(f"{given}: needs Dask, which is not installed; pip install 'fairseq-icl[cluster]'")
-    return partial(by_dask, workers=workers, cluster=cluster, say=say)
-
-
-def by_dask(
-    job: Job, graph: Sequence[Task], *, workers: int, cluster: ClusterSettings, say: Callable[[str], None]
-) -> Iterator[Outcome]:
-    """Every task as one of Dask's; results of prompts stay with the workers."""
+    if not graph:
+        return
     from distributed import as_completed
     from distributed.scheduler import KilledWorker
 
-    if not graph:
-        return
     by_key = {task.key: task for task in graph}
     left = Counter(need for task in graph for need in task.needs)
-    with client_of(workers, cluster, job.out / LOGS, say) as client:
+    with client_of(workers, cluster, job.out / "jobs", say) as client:
         futures: dict[str, Future] = {}
         for number, task in enumerate(graph):
             needs = [futures[need] for need in task.needs]
@@ -192,7 +185,7 @@ def by_dask(
 
 
 @contextmanager
-def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[[str], None]) -> "Iterator[Client]":
+def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Tell) -> "Iterator[Client]":
     """A client of the workers that the settings ask for; those that it starts end with it."""
     import dask
     from distributed import Client, LocalCluster
@@ -222,7 +215,7 @@ def client_of(workers: int, cluster: ClusterSettings, logs: Path, say: Callable[
         say(f"Dask's dashboard: {client.dashboard_link}")
         if cluster.kind == LOCAL and torch.cuda.device_count() > 1:
             client.register_plugin(_one_gpu_each())
-        client.wait_for_workers(1, timeout=FIRST_WORKER)
+        client.wait_for_workers(1, timeout=24 * 3600)  # as long the first job may wait in its queue
         yield client
 
 
@@ -232,7 +225,7 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     import dask_jobqueue  # which makes an interrupt end the process without a word
 
     signal.signal(signal.SIGINT, interrupt)
-    name, command = QUEUES[cluster.kind]
+    command = QUEUES[cluster.kind]
     if shutil.which(command) is None:
         raise UserError(f"cluster={cluster.kind}: no {command} on this machine; start this where jobs are submitted")
     if len(str(logs).split()) > 1:
@@ -257,7 +250,8 @@ def _jobs(cluster: ClusterSettings, logs: Path) -> Any:
     }
     given = {name: value for name, value in options.items() if value is not None} | cluster.options
     try:
-        return getattr(dask_jobqueue, name)(**given)
+        name = "HTCondor" if cluster.kind == "htcondor" else cluster.kind.upper()
+        return getattr(dask_jobqueue, f"{name}Cluster")(**given)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"cluster={cluster.kind}: dask-jobqueue refuses these options ({error})") from error
 

@@ -94,7 +94,7 @@ def fine_tuned(
             close = nearest(name, OF_TRAINING)
             raise UserError(f"{name}: not a setting of training (those of prompts go into build_prompts); {close}")
     how = get_method(method)
-    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings | how.settings)
+    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings | how.settings)  # type: ignore[arg-type]
     for name, value in how.settings.items():
         if name in settings and SETTINGS[name].check(settings[name]) != value:
             raise UserError(f"{name}={settings[name]}: method {method} has {name}={value}; leave it out")

@@ -24,9 +24,9 @@ def write_number(number: int):
 
 def test_a_finished_cell_is_there_completely(tmp_path):
     store = ResultsFolder(tmp_path / "run")
-    assert not store.cell("k").is_finished
+    assert not store.cell("k").path.is_dir()
     store.finish("k", write_number(7))
-    assert store.cell("k").is_finished
+    assert store.cell("k").path.is_dir()
     assert (store.cell("k").path / "results.txt").read_text() == "7"
     assert [entry.name for entry in (tmp_path / "run" / "cells").iterdir()] == ["k"]
 
@@ -183,7 +183,7 @@ def test_everything_has_reached_the_disk_before_it_gets_its_name(tmp_path, monke
     assert events[-1] == ("sync", str(tmp_path / "cells"))
     events.clear()
     store.add_plan({"experiment": "a", "cells": []})
-    assert [kind for kind, _ in events] == ["sync", "sync"]
+    assert [kind for kind, _ in events] == ["sync", "rename", "sync"]
     assert events[-1] == ("sync", str(tmp_path / "plans"))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fairseq_icl.commands.replicate import job_of
 from fairseq_icl.errors import UserError
-from fairseq_icl.replication.cells import file_hash
+from fairseq_icl.replication.cells import Keys, file_hash
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.find_model import find_model
 from fairseq_icl.replication.folders import ResultsFolder
@@ -63,11 +63,11 @@ def test_one_engine_tells_two_specs_of_one_name_apart(world: World, tmp_path: Pa
     other = tmp_path / "toy.yaml"
     other.write_text(SPEC.replace("Sentence: {text} Label:", "Label: {text} Sentence:"))
     config = configuration(world, tmp_path / "run", "experiment=deutch2024", "method=none", "init=pretrained")
-    engine = Engine(find_model(config["model"], tmp_path), world.data, ResultsFolder(tmp_path / "run"))
+    engine = Engine(Keys(find_model(config["model"], tmp_path), world.data), ResultsFolder(tmp_path / "run"))
     first, second = expand(config)[0], expand(config | {"datasets": [str(other)]})[0]
     assert first.dataset == second.dataset
     assert engine.keys.of(first) != engine.keys.of(second)
-    assert engine.keys.of_prompts(first) != engine.keys.of_prompts(second)
+    assert engine.keys.of(first, "prompts") != engine.keys.of(second, "prompts")
     assert engine.prompts(first).queries != engine.prompts(second).queries
 
 
@@ -92,7 +92,7 @@ def test_the_rows_in_a_file_of_demonstrations_are_part_of_the_key(world: World, 
     for text in ("1\n2\n3\n4\n", "# the same\n1\n2\n3\n4\n", "1\n2\n4\n3\n"):
         rows.write_text(text)
         config = configuration(world, tmp_path / "run", *words)
-        engine = Engine(find_model(config["model"], tmp_path), world.data, ResultsFolder(tmp_path / "run"))
+        engine = Engine(Keys(find_model(config["model"], tmp_path), world.data), ResultsFolder(tmp_path / "run"))
         (cell,) = expand(config)
         keys.append([engine.keys.of(cell, kind) for kind in ("cell", "zsl", "icl", "ft")])
     first, same, other = keys
@@ -100,4 +100,4 @@ def test_the_rows_in_a_file_of_demonstrations_are_part_of_the_key(world: World, 
     assert [a == b for a, b in zip(first, other, strict=True)] == [False, True, False, False]
     rows.unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        Engine(engine.files, world.data, engine.folder).keys.of(cell)
+        Engine(Keys(engine.keys.files, world.data), engine.folder).keys.of(cell)

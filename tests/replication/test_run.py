@@ -8,6 +8,7 @@ import pytest
 
 from fairseq_icl.commands.replicate import job_of, run_configuration
 from fairseq_icl.errors import UserError
+from fairseq_icl.replication.cells import Keys
 from fairseq_icl.replication.configuration import compose_configuration, share_of
 from fairseq_icl.replication.engine import Engine
 from fairseq_icl.replication.find_model import find_model
@@ -30,7 +31,7 @@ def whole(world, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def planned(world, out: Path, *words: str):
     """(cells, engine) of a plan."""
     config = configuration(world, out, *words)
-    return expand(config), Engine(find_model(config["model"], out), world.data, ResultsFolder(out))
+    return expand(config), Engine(Keys(find_model(config["model"], out), world.data), ResultsFolder(out))
 
 
 def test_zsl_is_one_task_for_all_seeds_and_everything_comes_after_what_it_needs(world, tmp_path):
@@ -56,10 +57,10 @@ def test_what_is_on_disk_is_not_in_the_graph(world, tmp_path):
     engine = engine_of(job)
     cells = [cell for cell in expand(configuration(world, out, *FOUR)) if cell.settings.seed == 4]
     done = [cell for cell in expand(configuration(world, out, *FOUR)) if cell.settings.seed == 3]
-    assert all(engine.folder.cell(engine.keys.of(cell)).is_finished for cell in done)
+    assert all(engine.folder.cell(engine.keys.of(cell)).path.is_dir() for cell in done)
     assert Counter(task.kind for task in graph_of(cells, engine.keys, engine.folder))["zsl"] == 1
     (need,) = [task for task in graph_of(cells, engine.keys, engine.folder) if task.kind == "zsl"]
-    engine.folder.observation(need.key).path.mkdir()
+    (engine.folder.folder / "observations" / need.key).mkdir()
     assert Counter(task.kind for task in graph_of(cells, engine.keys, engine.folder))["zsl"] == 0
 
 

@@ -188,7 +188,7 @@ def load_run(folder: str | Path) -> Run:
     if not plans:
         raise UserError(f"{folder}: nothing was planned here yet; start with fairseq-icl replicate out={folder}")
     planned, models = told_apart(plans)
-    planned["finished"] = [results.cell(key).is_finished for key in planned["key"]]
+    planned["finished"] = [results.cell(key).path.is_dir() for key in planned["key"]]
     cells = {key: results.cell(key).read() for key in planned.loc[planned["finished"], "key"].drop_duplicates()}
     no_numbers = pd.DataFrame(columns=["key", "metric", "layer", "value", "low", "high"])
     tables = [cell.means.assign(key=key) for key, cell in cells.items()] or [no_numbers]
