@@ -6,7 +6,7 @@ positions are counted from where the context ends; everything else is the decode
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,9 +40,9 @@ class Prefix:
     """Keys and values of a context of P tokens, per layer (H, P, D)."""
 
     length: int
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    momenta: tuple[Tensor | None, ...]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    momenta: Sequence[Tensor | None]
     """Per layer (H, 1, D): the momentum that the first token behind the context gets; None without momentum."""
 
     def first(self, length: int) -> "Prefix":
@@ -79,51 +79,63 @@ def supports_prefix(decoder: Any) -> bool:
     )
 
 
-def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
-    """Run the context once and keep the keys and values of every layer."""
-    like = next(decoder.parameters())
-    empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
-    return extend_prefix(decoder, Prefix(0, empty, empty, (None,) * len(empty)), context)
-
-
-def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
-    """The prefix with more tokens after it; those that it has do not run again.
+def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None) -> Prefix:
+    """Run the context once and keep the keys and values of every layer; the tokens of `known`, its first, run no more.
 
     In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     """
-    keys, values, momenta = list(prefix.keys), list(prefix.values), list(prefix.momenta)
-    nowhere = torch.empty(0, dtype=torch.long)
+    if known is None:
+        like = next(decoder.parameters())
+        empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
+        known = Prefix(0, empty, empty, (None,) * len(empty))
+    keys, values, momenta = list(known.keys), list(known.values), list(known.momenta)
+    nowhere = torch.empty(0, dtype=torch.long)  # nobody reads what the last layer makes of what it receives
 
-    def attend(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        # Nobody reads what the last layer puts out: keys and values are made of what it receives.
-        rows = nowhere if layer == len(keys) - 1 else slice(None)
-        seen = Seen(piece, keys[layer], values[layer], momenta[layer])
-        attended = seen.attend(rule, query, key, value, sinks, rows)
+    def grow(layer: int, rule: Rule, key: Tensor, value: Tensor) -> None:
         if rule.momentum:
             momenta[layer] = decayed_sum(value.transpose(0, 1), rule.momentum, momenta[layer])[1]
         keys[layer] = torch.cat([keys[layer], key.transpose(0, 1)], dim=1)
         values[layer] = torch.cat([values[layer], value.transpose(0, 1)], dim=1)
-        return attended
 
-    for start in range(0, len(more), PIECE):
-        piece = Packed.of([more[start : start + PIECE]])
+    for start in range(known.length, len(context), PIECE):
+        piece = Packed.of([context[start : start + PIECE]])
         with last_feed_forward_at(decoder, nowhere, nowhere):
-            _run(decoder, piece, prefix.length + start, attend, nowhere)
-    return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
+            features_on_prefix(decoder, piece, Prefix(start, keys, values, momenta), nowhere, grow)
+    return Prefix(len(context), tuple(keys), tuple(values), tuple(momenta))
 
 
-def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None) -> Tensor:
-    """Decoder features (N, 1, d) of sequences that each follow the prefix.
+def features_on_prefix(
+    decoder: Any,
+    packed: Packed,
+    prefix: Prefix,
+    read: Tensor | None = None,
+    after_layer: Callable[[int, Rule, Tensor, Tensor], None] | None = None,
+) -> Tensor:
+    """Decoder features (N, 1, d) of packed sequences that each follow the prefix; each token is a sequence of its own.
 
     `read` (R,): the only tokens at which the last layer's attention is wanted; the others leave it without.
+    `after_layer` is called with each layer's number, rule, keys and values (N, H, D) of the sequences.
     """
+    tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
 
     def attend(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         rows = read if read is not None and layer == len(prefix.keys) - 1 else slice(None)
+        query, key, value = (part[:, :, 0] for part in (query, key, value))
         seen = Seen(packed, prefix.keys[layer], prefix.values[layer], prefix.momenta[layer])
-        return seen.attend(rule, query, key, value, sinks, rows)
+        attended = seen.attend(rule, query, key, value, sinks, rows)
+        if after_layer is not None:
+            after_layer(layer, rule, key, value)
+        return attended[:, :, None]
 
-    return _run(decoder, packed, prefix.length, attend, read)
+    positions = positions_from(decoder, packed.position + prefix.length)
+    with replaced_attention(decoder, attend), positions, ExitStack() as last:
+        if read is not None:
+            module = attention_modules(decoder)[-1]
+            where = (torch.zeros_like(read), read)  # (1, N, d) with fairseq's attention, (N, 1, d) with others
+            where = where if isinstance(module, MultiheadAttention | RuledAttention) else where[::-1]
+            last.enter_context(only_at([module.out_proj], module.out_proj, *where))
+        features: Tensor = decoder.extract_features(tokens, None)[0]
+    return features
 
 
 def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]], edit: StateEdit) -> Tensor:
@@ -133,37 +145,6 @@ def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]],
     ends = ends.to(next(decoder.parameters()).device)
     with edited(decoder, edit, ends, torch.zeros_like(ends)):
         return features_on_prefix(decoder, packed, prefix, ends.unique())[ends, 0]
-
-
-def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor], read: Tensor | None) -> Tensor:
-    """Features (N, 1, d) of packed sequences from position `start` on: to the decoder each token is one of its own.
-
-    `attend(layer, rule, query, key, value, sinks)`, with (N, H, D) each, stands in for attention. `read` (R,): the
-    tokens at which the last layer's output projection runs.
-    """
-    tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
-
-    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
-
-    with (
-        replaced_attention(decoder, stand_in),
-        positions_from(decoder, packed.position + start),
-        nullcontext() if read is None else _last_projection_at(decoder, read),
-    ):
-        features: Tensor = decoder.extract_features(tokens, None)[0]
-    return features
-
-
-def _last_projection_at(decoder: Any, rows: Tensor) -> AbstractContextManager[None]:
-    """Inside, the last layer's output projection runs at these tokens of a packed pass, (1, N, d) or (N, 1, d)."""
-    module = attention_modules(decoder)[-1]
-    where = (torch.zeros_like(rows), rows)
-    return only_at(
-        [module.out_proj],
-        module.out_proj,
-        *(where if isinstance(module, MultiheadAttention | RuledAttention) else where[::-1]),
-    )
 
 
 @dataclass(frozen=True)
@@ -182,30 +163,28 @@ class Seen:
         """What the heads put out, (N, H, D), of queries, keys and values (N, H, D); zero but at `rows`."""
         if isinstance(rows, Tensor) and len(rows) == 0:
             return torch.zeros_like(query)
-        attended = (
-            self._linear(rule, query, key, value, rows)
-            if rule.linear
-            else self.softmax(rule, query, key, value, sinks, rows)
-        )
+        if rule.linear:
+            attended = self._linear(rule, query, key, value, rows)
+        else:
+            attended = self.softmax(rule, query, key, value, sinks, rows)
         if rule.momentum:
             attended = attended + _by_sequence(partial(self._add_up, rule.momentum), self.packed, value)[0][rows]
         if isinstance(rows, Tensor):
             return torch.zeros_like(query).index_copy(0, rows.to(query.device), attended)
         return attended
 
+    def _add_up(self, eta: float, values: Tensor) -> tuple[Tensor, ...]:
+        state = None if self.momentum is None else self.momentum.expand(len(values), -1, -1, -1)
+        return decayed_sum(values, eta, state)[:1]
+
     def _linear(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | slice) -> Tensor:
         """Linear attention, (R, H, D): nothing normalises over both parts, they add."""
-        own = _by_sequence(
-            lambda q, k, v: (replace(rule, momentum=0.0).attend(q, k, v),), self.packed, query, key, value
-        )[0]
+        attend = replace(rule, momentum=0.0).attend
+        (own,) = _by_sequence(lambda *parts: (attend(*parts),), self.packed, query, key, value)
         scores = query[rows].transpose(0, 1) @ self.keys.transpose(1, 2)  # (H, R, P)
         if rule.window is not None:
             scores = scores * (self._hidden(rule.window, rows) == 0).to(scores)
         return (scores @ self.values).transpose(0, 1) + own[rows]
-
-    def _add_up(self, eta: float, values: Tensor) -> tuple[Tensor]:
-        state = None if self.momentum is None else self.momentum.expand(len(values), -1, -1, -1)
-        return (decayed_sum(values, eta, state)[0],)
 
     def _hidden(self, window: int, rows: Tensor | slice) -> Tensor:
         """(R, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
@@ -297,15 +276,11 @@ def replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[
         seam_of(module).stand_in = partial(attend, layer)
     plain = [module for module in modules if isinstance(module, MultiheadAttention)]
     try:
-        with replaced_forward({module: partial(_stepwise, module) for module in plain}):
+        with replaced_forward({module: lambda _, own=module: partial(_through_seam, own) for module in plain}):
             yield
     finally:
         for module in modules:
             module.seam.stand_in = None
-
-
-def _stepwise(module: MultiheadAttention, _: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
-    return partial(_through_seam, module)
 
 
 def _through_seam(module: MultiheadAttention, query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:

@@ -7,8 +7,7 @@ output. The model's outputs do not change by one bit.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from fairseq.modules import MultiheadAttention
@@ -43,29 +42,25 @@ def is_plain(module: Attention) -> bool:
 
 def queries_keys_values(module: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (scaled), keys and values, (B, H, T, D) each, of x (T, B, d), which the module received last."""
-    if hasattr(module, "queries_keys_values"):
-        query, key, value = module.queries_keys_values(x)
-        return query, key, value
-    return projected(module, x)
+    own = getattr(module, "queries_keys_values", partial(projected, module))
+    return cast(tuple[Tensor, Tensor, Tensor], own(x))
 
 
 def seam_of(module: Attention) -> Seam:
     """Where the module hands over queries, keys and values; fairseq's own does so where a pass asks for it."""
     if not hasattr(module, "seam"):
         module.seam = Seam()
-    seam: Seam = module.seam
-    return seam
+    return cast(Seam, module.seam)
 
 
 @contextmanager
 def listening(module: Attention, look: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
     """While open, `look` is called with the module's queries, keys and values whenever they are handed over."""
-    seam = seam_of(module)
-    seam.look = look
+    seam_of(module).look = look
     try:
         yield
     finally:
-        seam.look = None
+        module.seam.look = None
 
 
 def is_half(x: Tensor) -> bool:
@@ -87,8 +82,8 @@ class AttentionRecord(NamedTuple):
     heads: Tensor | None = None  # (n, L, H, D) what each head puts out, before the output projection
 
 
-class AttentionProbe:
-    """Context manager: while it is open, forward passes of `decoder` are recorded at the chosen tokens.
+class AttentionProbe(ExitStack):
+    """While it is open, forward passes of `decoder` are recorded at the chosen tokens.
 
     Token i is number `positions[i]` of sequence `sequences[i]` of the batch. `record()` gives what was seen.
     """
@@ -106,27 +101,21 @@ class AttentionProbe:
         By default all tokens of its sequence. `wants_heads`: in passes that call the output projection as a module,
         which fairseq's fused attention does not.
         """
-        self.modules = attention_modules(decoder)
-        self.sequences = sequences  # (n,)
-        self.positions = positions  # (n,)
-        self.past = past
-        self.wants_heads = wants_heads
+        super().__init__()
+        self.modules, self.wants_heads = attention_modules(decoder), wants_heads
+        self.sequences, self.positions, self.past = sequences, positions, past  # (n,), (n,)
         self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
         self._projected: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._heads: dict[nn.Module, Tensor] = {}
-        self._open = ExitStack()
 
     def __enter__(self) -> "AttentionProbe":
         for module in self.modules:
-            self._open.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
-            self._open.enter_context(listening(module, partial(self._listen, module)))
+            self.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
+            self.enter_context(listening(module, partial(self._listen, module)))
             if self.wants_heads:
                 hook = partial(self._look_at_heads, module)
-                self._open.enter_context(module.out_proj.register_forward_pre_hook(hook))
+                self.enter_context(module.out_proj.register_forward_pre_hook(hook))
         return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._open.close()
 
     def record(self) -> AttentionRecord:
         """The last forward pass, layers stacked."""
@@ -163,8 +152,7 @@ class AttentionProbe:
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """What a self-attention module is called with: (T, B, d)."""
-    x: Tensor = kwargs["query"] if "query" in kwargs else args[0]
-    return x
+    return cast(Tensor, kwargs["query"] if "query" in kwargs else args[0])
 
 
 def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Tensor:
@@ -186,13 +174,10 @@ def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Ten
 def attention_inputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
     """A list that fills with what each layer's self-attention receives, (T, B, d), while the decoder runs."""
     inputs: list[Tensor] = []
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(_input(args, kwargs))
-
     with ExitStack() as hooks:
         for module in attention_modules(decoder):
-            hooks.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
+            look = module.register_forward_pre_hook(lambda _, *given: inputs.append(_input(*given)), with_kwargs=True)
+            hooks.enter_context(look)
         yield inputs
 
 
@@ -200,13 +185,9 @@ def attention_inputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
 def attention_outputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
     """A list that fills with what each layer's self-attention puts out, (T, B, d), while the decoder runs."""
     outputs: list[Tensor] = []
-
-    def look(module: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]) -> None:
-        outputs.append(result[0])
-
     with ExitStack() as hooks:
         for module in attention_modules(decoder):
-            hooks.enter_context(module.register_forward_hook(look))
+            hooks.enter_context(module.register_forward_hook(lambda _, __, result: outputs.append(result[0])))
         yield outputs
 
 
@@ -240,5 +221,4 @@ def observe_training_queries(model: Any, tokens: Tensor) -> Tensor:
             model.decoder(tokens, features_only=True)
         return torch.stack(queries)
 
-    seen: Tensor = model.evaluate(run)
-    return seen
+    return cast(Tensor, model.evaluate(run))

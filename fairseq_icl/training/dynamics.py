@@ -19,7 +19,7 @@ import torch
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.observing import Observation, Observer, observe_all
-from fairseq_icl.observing.prefix import Prefix, extend_prefix, run_prefix, supports_prefix
+from fairseq_icl.observing.prefix import Prefix, run_prefix, supports_prefix
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import CURVE_COLUMNS, means
 from fairseq_icl.results.collector import Collector
@@ -67,11 +67,7 @@ class Curve:
         prompts, decoder = self.prompts, base.lm.decoder
         stop = prompts.context_spans[count][0] if count < len(prompts.context_spans) else len(prompts.context)
         if supports_prefix(decoder):
-            done = self.prefix
-            if done is None:
-                self.prefix = base.evaluate(lambda: run_prefix(decoder, prompts.context[:stop]))
-            else:
-                self.prefix = base.evaluate(lambda: extend_prefix(decoder, done, prompts.context[done.length : stop]))
+            self.prefix = base.evaluate(lambda: run_prefix(decoder, prompts.context[:stop], self.prefix))
         shorter = replace(prompts, context=prompts.context[:stop])
         observer = Observer(base, shorter, in_context=True, context_row=False, by_depth=False, prefix=self.prefix)
         return observe_all(observer, prompts.queries)

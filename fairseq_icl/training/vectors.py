@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.state_edits import Recorder, StateEdit
-from fairseq_icl.observing.prefix import extend_prefix, run_edited, run_prefix, supports_prefix
+from fairseq_icl.observing.prefix import run_edited, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import attention_modules
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.encoding import Query, Tokens
@@ -140,7 +140,7 @@ def label_logprobs(
         tokens, label = query.inputs[query.gold], query.labels[query.gold][0]
 
         def run(tokens: Tokens = tokens) -> Tensor:
-            past = extend_prefix(decoder, prefix, tokens[:-1])
+            past = run_prefix(decoder, (*context, *tokens[:-1]), prefix)
             features = run_edited(decoder, past, [tokens[-1:]] * versions, edit)
             log_probs: Tensor = decoder.get_normalized_probs((decoder.output_layer(features), None), log_probs=True)
             return log_probs
