@@ -4,7 +4,7 @@ Each prompt runs whole and by itself, by the decoder's own code, with hooks: slo
 plain to check.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -139,7 +139,7 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
     def run() -> dict[str, Tensor]:
         kept: dict[str, list[Tensor]] = {name: [] for name in RECORDS}
 
-        def keep(name: str, output: Any) -> None:  # a batch of one: (T, 1, d), (1, T, d) or (T, d)
+        def keep(name: str, module: Any, args: Any, output: Any) -> None:  # of one: (T, 1, d), (1, T, d) or (T, d)
             output = output[0] if isinstance(output, tuple) else output
             kept[name].append(output.reshape(len(tokens), -1)[at].to(device))
 
@@ -155,11 +155,12 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
         with ExitStack() as hooks:
             hooks.enter_context(edited(decoder, model.edit, *torch.tensor([[0], [last]], device=device)))
             hooks.enter_context(positions_from(decoder, 0))
-            hooks.enter_context(decoder.layers[0].register_forward_pre_hook(lambda _, args: keep("residual", args[0])))
+            first = decoder.layers[0]
+            hooks.enter_context(first.register_forward_pre_hook(lambda *given: keep("residual", *given, given[1])))
             for layer, attention in zip(decoder.layers, attention_modules(decoder), strict=True):
                 outputs = {"attention_output": attention, "mlp": _feed_forward_of(layer), "residual": layer}
                 for name in set(names) & set(outputs):
-                    hooks.enter_context(outputs[name].register_forward_hook(partial(_hear, partial(keep, name))))
+                    hooks.enter_context(outputs[name].register_forward_hook(partial(keep, name)))
             if {"heads", "scores"} & set(names) or (model.edit is not None and model.edit.sees_heads):
                 hooks.enter_context(replaced_attention(decoder, attend))
             decoder.extract_features(torch.tensor([tokens], device=device), None)
@@ -169,7 +170,3 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
     for layer, window in windows.items() if "scores" in seen else ():
         seen["scores"][layer].masked_fill_(~band(len(tokens), window or len(tokens))[at], -torch.inf)
     return seen
-
-
-def _hear(keep: Callable[[Any], None], module: Any, args: Any, output: Any) -> None:
-    keep(output)

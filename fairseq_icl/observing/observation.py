@@ -35,11 +35,20 @@ class TensorStore:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._file: mmap.mmap | None = None
-        if prod(shape) * dtype.itemsize < LARGE:
+        size = prod(shape) * dtype.itemsize
+        if size < LARGE:
             self.tensor = torch.zeros(tuple(shape), dtype=dtype)
-        else:
-            self._file = _mapped(prod(shape) * dtype.itemsize)
-            self.tensor = torch.frombuffer(self._file, dtype=dtype).view(tuple(shape))  # keeps the mapping
+            return
+        try:
+            with tempfile.TemporaryFile(prefix="fairseq-icl-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a disk that fills up later would end the process (SIGBUS)
+                self._file = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise UserError(
+                f"no room for {size / 2**20:.0f} MiB of what is observed in the folder of temporary files "
+                f"({reason_of(error)}); free some space there, or let TMPDIR name a folder on another disk"
+            ) from error
+        self.tensor = torch.frombuffer(self._file, dtype=dtype).view(tuple(shape))  # keeps the mapping
 
     def release(self) -> None:
         """Give back the memory behind what was read or written; the file keeps the numbers."""
@@ -70,24 +79,19 @@ class Observation:
     top_logprobs: Tensor | None = None  # (n, K) their log-probabilities, largest first
     training_queries: Mapping[int, Tensor] | None = None
     """Of a fine-tuned model: row of the train file -> query vectors (L, tokens, d) recorded before learning from it."""
-    method: str = "none"
-    """How the model was fine-tuned."""
-    init: str = "pretrained"
-    """What was kept of its checkpoint."""
-    precision: str = "fp32"
-    """In which the model computed it; the tensors here are fp32, of values that this precision has."""
-    device: str = "cpu"
-    """Where the model computed it, and where metrics of it are computed."""
-    skipped_updates: int = 0
-    """Steps that fine-tuning left out: their gradients overflowed."""
-    activations: "Activations | None" = None
-    """At other tokens, if `observe` was asked for them; not there in a part of the observation."""
+    method: str = "none"  # how the model was fine-tuned
+    init: str = "pretrained"  # what was kept of its checkpoint
+    precision: str = "fp32"  # in which the model computed; the tensors here are fp32, of values that this precision has
+    device: str = "cpu"  # where the model computed it, and where metrics of it are computed
+    skipped_updates: int = 0  # steps that fine-tuning left out: their gradients overflowed
+    activations: "Activations | None" = (
+        None  # at other tokens, if `observe` was asked; not in a part of the observation
+    )
     stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)
     """Where its tensors are, if `Gathering` made it."""
 
     def __repr__(self) -> str:
-        layers, width = self.attention_output.shape[1:]
-        options = self.option_logprobs.shape[1]
+        (layers, width), options = self.attention_output.shape[1:], self.option_logprobs.shape[1]
         parts = f"{len(self)} examples, {options} options, {layers} layers of width {width}"
         accuracy = float((self.prediction == self.gold).double().mean()) if len(self) else float("nan")
         return f"Observation({parts}, accuracy {accuracy:.2f}, method {self.method})"
@@ -195,16 +199,3 @@ def concatenate(observations: Sequence[Observation]) -> Observation:
             gathering.put(torch.arange(start + first, start + first + len(part)), part)
         start += len(one)
     return gathering.observation()
-
-
-def _mapped(size: int) -> mmap.mmap:
-    """A new file of so many bytes, all of them reserved: a disk that fills up later would end the process (SIGBUS)."""
-    try:
-        with tempfile.TemporaryFile(prefix="fairseq-icl-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            return mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        raise UserError(
-            f"no room for {size / 2**20:.0f} MiB of what is observed in the folder of temporary files "
-            f"({reason_of(error)}); free some space there, or let TMPDIR name a folder on another disk"
-        ) from error

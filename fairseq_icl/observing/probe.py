@@ -73,6 +73,11 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if is_half(x) else x
 
 
+def detached(x: Tensor) -> Tensor:
+    """x without its graph, in passes that have one: in others detach would drop tangents (forward-mode derivatives)."""
+    return x.detach() if torch.is_grad_enabled() else x
+
+
 class AttentionRecord(NamedTuple):
     """What the probe saw at n chosen tokens of L layers."""
 
@@ -196,8 +201,8 @@ def attention_queries(decoder: nn.Module) -> Iterator[list[Tensor]]:
     """A list that fills with each layer's scaled queries, heads concatenated, (B, T, d), while the decoder runs."""
     queries: list[Tensor] = []
 
-    def keep(query: Tensor, *_: Tensor) -> None:  # detach would drop the tangents of forward-mode differentiation
-        queries.append((query.detach() if torch.is_grad_enabled() else query).transpose(1, 2).flatten(2))
+    def keep(query: Tensor, *_: Tensor) -> None:
+        queries.append(detached(query).transpose(1, 2).flatten(2))
 
     def project(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():

@@ -47,6 +47,8 @@ from fairseq_icl.training.vectors import train_queries
 
 logger = logging.getLogger(__name__)
 
+COMPONENTS = {"task": TASK_DATACLASS_REGISTRY, "criterion": CRITERION_DATACLASS_REGISTRY}
+COMPONENTS |= {"optimizer": OPTIMIZER_DATACLASS_REGISTRY, "lr_scheduler": LR_SCHEDULER_DATACLASS_REGISTRY}
 Watch = Callable[[int, Model, Model], None]
 """Hears of training: (demonstrations learnt from, the model as it is then, the base model)."""
 
@@ -110,7 +112,11 @@ def fine_tuned(
         chosen = dataclasses.replace(chosen, layers=similar_layers(model, prompts, method, chosen, limits))
         logger.info("method %s: layers %s", method, chosen.layers)
     if how.edit is not None:
-        yield _edited(model, prompts, how, chosen)
+        with within_memory("learning from the demonstrations"), torch.no_grad():
+            edit = how.edit(model, prompts, chosen)
+        if not isinstance(edit, StateEdit):
+            raise UserError(f"method {how.name}: made a {type(edit).__name__}; it has to make a StateEdit")
+        yield dataclasses.replace(model.under(None, how.name), edit=edit)
         return
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
@@ -134,15 +140,13 @@ def similar_layers(
     """
     own = {name: getattr(settings, name) for name in OF_TRAINING} | {"layers": None}
     rows = train_queries(model, prompts, settings, settings.selection_rows)
-    asked = dataclasses.replace(
-        prompts, queries=rows, settings=dataclasses.replace(prompts.settings, head_outputs="recorded")
-    )
+    with_heads = dataclasses.replace(prompts.settings, head_outputs="recorded")
+    asked = dataclasses.replace(prompts, queries=rows, settings=with_heads)
     with fine_tuned(model, prompts, method, limits=limits, record_queries=False, **own) as tuned:
         seen = [observe(model, asked), observe(model, asked, in_context=True), observe(tuned, asked)]
     if any(one.head_output is None for one in seen):
         raise UserError(f"layers=similar: a model under method {method} does not show its heads; give layers by number")
-    by_layer = sim_aou_heads(*seen).value.nanmean((0, 2)).nan_to_num()  # (L,)
-    return best_stretch(by_layer.tolist())
+    return best_stretch(sim_aou_heads(*seen).value.nanmean((0, 2)).nan_to_num().tolist())  # of (L,)
 
 
 def best_stretch(values: Sequence[float]) -> str:
@@ -150,17 +154,6 @@ def best_stretch(values: Sequence[float]) -> str:
     stretches = [(first, last) for first in range(len(values)) for last in range(first, len(values))]
     first, last = max(stretches, key=lambda ends: sum(values[ends[0] : ends[1] + 1]))
     return f"{first}-{last}"
-
-
-@within_memory("learning from the demonstrations")
-def _edited(model: Model, prompts: Prompts, method: Method, settings: Settings) -> Model:
-    """The model with its states edited by a method that trains nothing."""
-    assert method.edit is not None
-    with torch.no_grad():
-        edit = method.edit(model, prompts, settings)
-    if not isinstance(edit, StateEdit):
-        raise UserError(f"method {method.name}: made a {type(edit).__name__}; it has to make a StateEdit")
-    return dataclasses.replace(model.under(None, method.name), edit=edit)
 
 
 @within_memory("fine-tuning")
@@ -174,17 +167,19 @@ def _train(
     after_demonstration: Watch | None = None,
 ) -> Model:
     """Train and leave the module's own parameters as they were."""
-    options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
-    device = next(model.lm.parameters()).device  # fairseq would take the first GPU, wherever the model is
-    config = fairseq_config(options | {"record_queries": record_queries, "cpu": device.type != "cuda"})
-    task = setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
-    lm = model.lm
+    lm, device = model.lm, next(model.lm.parameters()).device
+
+    def prepared(method: Method, settings: Settings, **own: Any) -> tuple[DictConfig, Any]:
+        options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
+        # fairseq would take the first GPU, wherever the model is.
+        config = fairseq_config(options | {"cpu": device.type != "cuda", **own})
+        return config, setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
+
+    config, task = prepared(method, settings, record_queries=record_queries)
     logger.info("method %s trains %s", method.name, choose_what_learns(lm, settings))
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
-    task.control = gradient_control(
-        learner.decoder, settings, recorder, limits, linearized=isinstance(learner, LinearizedLM)
-    )
+    task.control = gradient_control(learner.decoder, settings, recorder, limits, linearized=learner is not lm)
     changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
     base = model if learner is not lm else model.under({name: lm.get_parameter(name).data for name in lm.trained_names})
     now = dataclasses.replace(model.under(None, method.name), **changed)
@@ -195,7 +190,8 @@ def _train(
             after_demonstration(ends[count], now, base)
             learner.train()
 
-    ends = _ends_of_demonstrations(prompts, settings.step_per)
+    sizes = [sum(sequence.scored) if settings.step_per == "token" else 1 for sequence in prompts.finetuning]
+    ends = {items: number for number, items in enumerate(accumulate(sizes), 1)}  # items trained on -> demonstrations
     with own_copy_of_what_learns(learner) as weights, ExitStack() as hooks:
         if settings.softmax_gradient == "stopped":
             for hook in stop_softmax_gradient(learner.decoder):
@@ -206,12 +202,9 @@ def _train(
         if method.first and settings.align_epochs:
             before = get_method(method.first)
             aligned = dataclasses.replace(settings, lr=before.lr)
-            options = training_options(before, aligned, model.files, str(prompts.data), prompts.spec.name)
-            own = {"record_queries": False, "cpu": device.type != "cuda", "max_epoch": settings.align_epochs}
-            first_config = fairseq_config(options | own)
-            first_task = setup_task(first_config.task, prompts=prompts, settings=aligned, files=model.files)
-            first_task.control = gradient_control(learner.decoder, aligned)
-            _run(first_config, first_task, learner, lambda _: None)
+            first = prepared(before, aligned, record_queries=False, max_epoch=settings.align_epochs)
+            first[1].control = gradient_control(learner.decoder, aligned)
+            _run(*first, learner, lambda _: None)
         skipped = _run(config, task, learner, after_item)
     give_back_memory()  # of the gradients
     lm.eval()
@@ -234,12 +227,6 @@ def own_copy_of_what_learns(model: PretrainedLM) -> Iterator[dict[str, Tensor]]:
         for name, parameter in learning.items():
             trained[name], parameter.data = parameter.data, before[name]
             parameter.grad = None
-
-
-def _ends_of_demonstrations(prompts: Prompts, step_per: str) -> dict[int, int]:
-    """Number of training items -> number of demonstrations that end with them."""
-    sizes = [sum(sequence.scored) if step_per == "token" else 1 for sequence in prompts.finetuning]
-    return {total: number for number, total in enumerate(accumulate(sizes), 1)}
 
 
 def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> int:
@@ -279,12 +266,7 @@ def fairseq_config(options: Mapping[str, Any]) -> DictConfig:
     config = OmegaConf.structured(FairseqConfig)
     rest = dict(options)
     with flag_override(config, ["allow_objects", "struct"], [True, False]):
-        for group, registry in (
-            ("task", TASK_DATACLASS_REGISTRY),
-            ("criterion", CRITERION_DATACLASS_REGISTRY),
-            ("optimizer", OPTIMIZER_DATACLASS_REGISTRY),
-            ("lr_scheduler", LR_SCHEDULER_DATACLASS_REGISTRY),
-        ):
+        for group, registry in COMPONENTS.items():
             config[group] = _component(group, rest.pop(group), registry)
         config.model = {"_name": rest.pop("arch")}
         for name, value in rest.items():

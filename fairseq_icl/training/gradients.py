@@ -84,10 +84,8 @@ class GradientControl:
         `step_size` is the relative size |dW| / |W| that every layer's step gets; None: what the learning rate gives.
         `whole_layers` looks at the gradients of all parameters of a layer, for the record. `low_rank` is LoRA's.
         """
-        self.whole_layers, self.low_rank = whole_layers, low_rank
-        self.num_layers = len(decoder.layers)
-        self.trained = trained_parameters(decoder)
-        self.clip = clip
+        self.clip, self.whole_layers, self.low_rank = clip, whole_layers, low_rank
+        self.num_layers, self.trained = len(decoder.layers), trained_parameters(decoder)
         self.limits: Limits = [] if limits is None else limits
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self.recorder = recorder if is_first else None
@@ -108,25 +106,30 @@ class GradientControl:
         if self.low_rank is not None:
             self.low_rank.project(optimizer, gradients)
         norms = norms_of(gradients, factor)  # one a trained parameter
-        if not all(map(math.isfinite, norms)):
-            if isinstance(optimizer, AMPOptimizer):
-                return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
-            raise UserError(self._not_finite(norms, sample_info[0]))
+        if isinstance(optimizer, AMPOptimizer) and not all(map(math.isfinite, norms)):
+            return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
+        self._check_norms(norms, sample_info[0])
         layer_norms = self._by_layer(norms)
-        is_one_of_many = self.compares_rows and torch.distributed.is_initialized()
-        rows, loss_sum, sample_size = _gathered(sample_info) if is_one_of_many else sample_info
-        demonstration = ",".join(map(str, rows))
+        parts = [sample_info]
+        if self.compares_rows and torch.distributed.is_initialized():
+            parts *= torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, sample_info)
+        rows, losses, sizes = zip(*parts, strict=True)  # of all processes, in their order
+        demonstration = ",".join(str(row) for part in rows for row in part)
         self._norms_so_far = [one + other for one, other in zip(self._norms_so_far, norms, strict=True)]
         if last:
             for layer, norm in enumerate(self._by_layer(self._norms_so_far)):
                 metrics.log_scalar(f"gnorm_layer_{layer}", norm, priority=410, round=4)
-            self._made = Update(update_num, demonstration, self._norms_so_far, loss_sum, sample_size)
+            self._made = Update(update_num, demonstration, self._norms_so_far, sum(losses), sum(sizes))
             self._norms_so_far = [0.0] * len(self.trained)
         if self.clip != "none":
             limits = self._limits_at(update_num, demonstration)
             for (layer, _, _), gradient in zip(self.trained, gradients, strict=True):
-                if gradient is not None:
-                    _limit(gradient, self.clip, limits[layer], layer_norms[layer], factor)
+                limit, norm = limits[layer], layer_norms[layer]
+                if gradient is not None and self.clip == "max":  # each component to +-limit
+                    gradient.clamp_(-limit / factor, limit / factor)
+                elif gradient is not None and norm > limit:
+                    gradient.mul_(limit / norm)
             norms = norms_of(gradients, factor)
         if self.steps is not None:
             self.steps.before_step(optimizer, gradients, norms, last=last)
@@ -161,14 +164,12 @@ class GradientControl:
             return
         if not math.isfinite(loss):
             raise UserError(
-                f"the loss is NaN or infinite at {_named(rows)}: numbers overflow in the model; if it is the first one "
-                "take another checkpoint (or precision, in fp16), else lower --lr"
+                f"the loss is NaN or infinite at demonstration {', '.join(map(str, rows))} (row of the train file): "
+                "numbers overflow in the model; if it is the first one take another checkpoint (or precision, in "
+                "fp16), else lower --lr"
             )
-        if getattr(optimizer, "scaler", None) is not None:
-            return
-        norms = norms_of([parameter.grad for _, _, parameter in self.trained])
-        if not all(map(math.isfinite, norms)):
-            raise UserError(self._not_finite(norms, rows))
+        if getattr(optimizer, "scaler", None) is None:
+            self._check_norms(norms_of([parameter.grad for _, _, parameter in self.trained]), rows)
 
     def _by_layer(self, norms: list[float]) -> list[float]:
         squares = [0.0] * self.num_layers
@@ -191,12 +192,16 @@ class GradientControl:
             )
         return list(recorded["norms"])
 
-    def _not_finite(self, norms: list[float], rows: list[int]) -> str:
-        bad = sorted(
-            {layer for (layer, _, _), norm in zip(self.trained, norms, strict=True) if not math.isfinite(norm)}
-        )
-        layers = f"layer {bad[0]}" if len(bad) == 1 else f"layers {bad[0]}-{bad[-1]}"
-        return f"the gradient of {layers} is NaN or infinite at {_named(rows)}; lower --lr or set --clip-norm"
+    def _check_norms(self, norms: list[float], rows: list[int]) -> None:
+        """Refuse gradients that are not finite."""
+        pairs = zip(self.trained, norms, strict=True)
+        bad = sorted({layer for (layer, _, _), norm in pairs if not math.isfinite(norm)})
+        if bad:
+            layers = f"layer {bad[0]}" if len(bad) == 1 else f"layers {bad[0]}-{bad[-1]}"
+            raise UserError(
+                f"the gradient of {layers} is NaN or infinite at demonstration {', '.join(map(str, rows))} (row of the "
+                "train file); lower --lr or set --clip-norm"
+            )
 
 
 def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimizer) -> None:
@@ -208,10 +213,6 @@ def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimize
     has_masters = isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer)
     if dtype != DTYPES[precision] or (precision != "fp32" and not has_masters):
         raise UserError(f"precision={precision}: fairseq's own fp16 and bf16 say otherwise; make them agree")
-
-
-def _named(rows: list[int]) -> str:
-    return f"demonstration {', '.join(map(str, rows))} (row of the train file)"
 
 
 def gradient_control(
@@ -261,19 +262,3 @@ def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFram
             f"layer_clip_value={value}: {len(values)} values for {len(decoder.layers)} layers; give one, or one each"
         )
     return values * len(decoder.layers) if len(values) == 1 else values
-
-
-def _limit(gradient: Tensor, clip: str, limit: float, layer_norm: float, factor: float) -> None:
-    """Scale the gradient by the layer's min(1, limit / norm), or clamp each of its components to +-limit."""
-    if clip == "max":
-        gradient.clamp_(-limit / factor, limit / factor)
-    elif layer_norm > limit:
-        gradient.mul_(limit / layer_norm)
-
-
-def _gathered(sample_info: SampleInfo) -> SampleInfo:
-    """The update's parts of all processes: rows in the order of processes, sums of the rest."""
-    parts: list[SampleInfo] = [([], 0.0, 0)] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, sample_info)
-    rows, losses, sizes = zip(*parts, strict=True)
-    return [row for part in rows for row in part], sum(losses), sum(sizes)

@@ -23,9 +23,10 @@ alone. How the cut model answers is part of every observation (observing/layers.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from torch.nn.functional import pad
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.attention import replaced_forward
+from fairseq_icl.observing.probe import detached
 
 LOGITS_AT_A_TIME = 2**21
 """About so many are alive: 8 MB. Twice as many, or half, take as long."""
@@ -57,8 +59,8 @@ def layer_losses(
             model(**net_input, features_only=True)
         return tuple(before_unembedding(decoder, states[layer].transpose(0, 1)[scored]) for layer in layers)
 
-    evaluate: Callable[..., Any] | None = getattr(model, "evaluate", None)  # a linearized model adds first-order terms
-    per_layer = evaluate(features) if evaluate is not None else features()  # layers x (tokens, dim)
+    evaluate = getattr(model, "evaluate", lambda function: function())  # a linearized model adds first-order terms
+    per_layer = evaluate(features)  # layers x (tokens, dim)
     return unembedding_losses(decoder.output_projection.weight, target[scored], per_layer)
 
 
@@ -104,38 +106,41 @@ def parse_layers(text: str | None, num_layers: int) -> range:
     return range(first, last + 1)
 
 
+def one_layer_of(layers: str, num_layers: int, what: str) -> int:
+    """The layer that the setting `layers` names, where there can only be one; `what` says in the error of what."""
+    chosen = parse_layers(layers, num_layers)
+    if len(chosen) > 1:
+        raise UserError(f"layers={layers}: {what}; give one of 0-{num_layers - 1}")
+    return chosen[0]
+
+
 @contextmanager
 def layer_states(decoder: Any, layers: range, point: str) -> Iterator[dict[int, Tensor]]:
-    """While open, cut the graph before every layer; the dict fills with the states (length, batch, dim) of `layers`."""
+    """While open, cut the graph before every layer; the dict fills with the states (length, batch, dim) of `layers`.
+
+    `point` is the layer's output, the residual stream right after attention, or attention's own output.
+    """
     states: dict[int, Tensor] = {}
+
+    def keep(index: int, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        shown = args if output is None else output
+        states[index] = shown[0] if isinstance(shown, tuple) else shown
+
     with ExitStack() as hooks:
         for index, layer in enumerate(decoder.layers):
-            hooks.enter_context(layer.register_forward_pre_hook(_cut_graph))
-            if index in layers:
-                hooks.enter_context(_observe(layer, point, states, index))
-            else:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda _, args: (detached(args[0]), *args[1:])))
+            see = partial(keep, index)
+            if index not in layers:
                 # Or DistributedDataParallel would find this layer's parameters in the output and wait for gradients.
-                hooks.enter_context(layer.register_forward_hook(_drop_graph))
+                hook = layer.register_forward_hook(lambda _, __, output: (detached(output[0]), *output[1:]))
+            elif point != "attention":
+                hook = (layer if point == "layer" else layer.self_attn).register_forward_hook(see)
+            elif layer.normalize_before:
+                hook = layer.final_layer_norm.register_forward_pre_hook(see)
+            else:
+                hook = layer.self_attn_layer_norm.register_forward_hook(see)
+            hooks.enter_context(hook)
         yield states
-
-
-def _cut_graph(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Passes without a graph have nothing to cut, and detach would drop the tangents of forward-mode differentiation.
-    return (args[0].detach(), *args[1:]) if torch.is_grad_enabled() else args
-
-
-def _drop_graph(layer: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (output[0].detach(), *output[1:]) if torch.is_grad_enabled() else output
-
-
-def _observe(layer: Any, point: str, states: dict[int, Tensor], index: int) -> torch.utils.hooks.RemovableHandle:
-    """Hook that stores the layer's output, the residual stream right after attention, or attention's own output."""
-    if point in ("layer", "attention_output"):
-        module = layer if point == "layer" else layer.self_attn
-        return module.register_forward_hook(lambda _, __, output: states.update({index: output[0]}))
-    if layer.normalize_before:
-        return layer.final_layer_norm.register_forward_pre_hook(lambda _, args: states.update({index: args[0]}))
-    return layer.self_attn_layer_norm.register_forward_hook(lambda _, __, output: states.update({index: output}))
 
 
 def before_unembedding(decoder: Any, x: Tensor) -> Tensor:
@@ -153,8 +158,7 @@ def unembedding_losses(unembedding: Tensor, target: Tensor, features: tuple[Tens
     unembedding: (vocabulary, dim), gets no gradient.  target: (tokens,).  features: one (tokens, dim) a layer.
     Returns (layers, tokens).
     """
-    losses: Tensor = _UnembeddingLosses.apply(unembedding.detach(), target, *features)
-    return losses
+    return cast(Tensor, _UnembeddingLosses.apply(unembedding.detach(), target, *features))
 
 
 class _UnembeddingLosses(torch.autograd.Function):
@@ -207,23 +211,6 @@ def _losses_and_gradient(
     return losses, means.div_(total).t().sub(unembedding[targets]).to(rows.dtype)
 
 
-def layer_of_cut(layers: str | None, num_layers: int) -> int:
-    """The layer after which the model is cut: the one that the setting `layers` names, by default the last."""
-    if layers is None:
-        return num_layers - 1
-    chosen = parse_layers(layers, num_layers)
-    if len(chosen) > 1:
-        raise UserError(f"layers={layers}: a short circuit is after one layer; give one of 0-{num_layers - 1}")
-    return chosen[0]
-
-
-def cut_after(decoder: Any, layer: int) -> AbstractContextManager[None]:
-    """While open, the layers above `layer` (from 0) hand on what they are given."""
-    return skipped(list(decoder.layers)[layer + 1 :])
-
-
-@contextmanager
-def skipped(layers: Iterable[nn.Module]) -> Iterator[None]:
+def skipped(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """While open, these layers of a decoder give back what they get."""
-    with replaced_forward({layer: lambda _: lambda x, *_, **__: (x, None, None) for layer in layers}):
-        yield
+    return replaced_forward({layer: lambda _: lambda x, *_, **__: (x, None, None) for layer in layers})

@@ -30,10 +30,8 @@ from fairseq_icl.prompts.build import Prompts
 class Targets:
     """What ICL does at the demonstrations, without their BOS."""
 
-    outputs: dict[int, Tensor]
-    """Row of the train file -> (layers, tokens, d)."""
-    scale: Tensor
-    """(layers,) mean squared length of the change that ICL makes"""
+    outputs: dict[int, Tensor]  # row of the train file -> (layers, tokens, d)
+    scale: Tensor  # (layers,) mean squared length of the change that ICL makes
 
 
 @torch.no_grad()
@@ -104,8 +102,7 @@ def matching_losses(
             model(tokens, features_only=True)
         return tuple(output.transpose(0, 1)[:, 1:][scored] for output in seen)  # layers x (n, d)
 
-    evaluate = getattr(model, "evaluate", None)  # a linearized model adds first-order terms
-    found = evaluate(outputs) if evaluate is not None else outputs()
+    found = getattr(model, "evaluate", lambda function: function())(outputs)  # a linearized model: first-order terms
     places = [marks.nonzero().flatten() for marks in scored]
     wanted = torch.cat([targets.outputs[row][:, place] for row, place in zip(rows, places, strict=True)], dim=1)
     missing = at_least_single(torch.stack(found) - wanted).square().sum(-1)  # (layers, n)

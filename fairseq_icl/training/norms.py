@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention
@@ -34,13 +34,6 @@ from fairseq_icl.compat.half_precision import loss_scale
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.settings import Settings
-
-
-class Moved(NamedTuple):
-    """What an update did to each trained parameter, in their order: |dW|, and |W| before it."""
-
-    updates: list[float]
-    weights: list[float]
 
 
 def equal_step_size(settings: Settings) -> float | None:
@@ -72,23 +65,16 @@ class StepSizes:
         self._before: dict[int, Tensor] = {}
 
     def before_step(
-        self,
-        optimizer: FairseqOptimizer,
-        gradients: Sequence[Tensor | None],
-        norms: Sequence[float],
-        *,
-        last: bool = True,
+        self, optimizer: FairseqOptimizer, gradients: Sequence[Tensor | None], norms: Sequence[float], *, last: bool
     ) -> None:
         """Look at the weights, and give the gradients, with which `optimizer` steps, the length asked for.
 
         `norms` are theirs in the step itself. An update of several steps is measured as one (`last`: its last step).
         """
         moving = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        unseen = range(len(gradients)) if last else moving
-        unseen = [place for place in unseen if place not in self._weights]
-        self._weights |= dict(
-            zip(unseen, norms_of([self._parameter(number, whole=True) for number in unseen]), strict=True)
-        )
+        unseen = [n for n in (range(len(gradients)) if last else moving) if n not in self._weights]
+        whole = [self._parameter(number, whole=True) for number in unseen]
+        self._weights |= dict(zip(unseen, norms_of(whole), strict=True))
         if not is_plain_sgd(optimizer):
             if self.size is not None:
                 raise UserError(
@@ -101,36 +87,26 @@ class StepSizes:
             raise UserError("layer_step=equal: no step can be made of lr=0; give a learning rate above 0")
         lengths = [rate * norm for norm in norms]
         if self.size is not None:
-            factors = self._factors(lengths)
-            for (layer, _, _), gradient in zip(self._learning, gradients, strict=True):
+            squares: dict[int, tuple[float, float]] = {}  # layer -> of the step at this rate, of the weights
+            for place, ((layer, _, _), moved) in enumerate(zip(self._learning, lengths, strict=True)):
+                step, weight = squares.get(layer, (0.0, 0.0))
+                squares[layer] = (step + moved**2, weight + self._weights.get(place, 0.0) ** 2)
+            for place, ((layer, _, _), gradient) in enumerate(zip(self._learning, gradients, strict=True)):
+                step, weight = squares[layer]
+                factor = self.size * math.sqrt(weight / step) if step > 0 else 1.0  # no gradient: it does not move
+                lengths[place] *= factor
                 if gradient is not None:
-                    gradient.mul_(factors[layer])
-            lengths = [step * factors[layer] for (layer, _, _), step in zip(self._learning, lengths, strict=True)]
+                    gradient.mul_(factor)
         self._updates = [one + other for one, other in zip(self._updates, lengths, strict=True)]
 
-    def after_update(self) -> Moved:
-        """What the update did, once its last step is taken."""
+    def after_update(self) -> tuple[list[float], list[float]]:
+        """What the update did to each trained parameter, once its last step is taken: |dW|, and |W| before it."""
         changes = norms_of([self._parameter(number) - self._before[number] for number in self._before])
         for number, change in zip(self._before, changes, strict=True):
             self._updates[number] = change
-        moved = Moved(self._updates, [self._weights[place] for place in range(len(self._learning))])
+        moved = self._updates, [self._weights[place] for place in range(len(self._learning))]
         self._start()
         return moved
-
-    def _factors(self, lengths: Sequence[float]) -> dict[int, float]:
-        """Layer -> what brings its step of these lengths, one per parameter, to the size asked for.
-
-        A layer without a gradient does not move.
-        """
-        assert self.size is not None
-        squares: dict[int, tuple[float, float]] = {}
-        for place, ((layer, _, _), moved) in enumerate(zip(self._learning, lengths, strict=True)):
-            step, weight = squares.get(layer, (0.0, 0.0))
-            squares[layer] = (step + moved**2, weight + self._weights.get(place, 0.0) ** 2)
-        return {
-            layer: self.size * math.sqrt(weight / step) if step > 0 else 1.0
-            for layer, (step, weight) in squares.items()
-        }
 
     def _parameter(self, number: int, *, whole: bool = False) -> Tensor:
         """What learns, or the `whole` weight: in a linearized model it learns its difference to the pretrained one."""
@@ -163,7 +139,12 @@ class WholeLayers:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError("gradient_norms=all: frozen weights' gradients are not summed over processes; train in one")
         self._layers = list(decoder.layers)
-        self._frozen_products = [_frozen_products(layer) for layer in self._layers]
+        self._frozen_products: list[list[nn.Linear]] = []  # by layer: what multiplies when called, for a hook to see
+        for layer in self._layers:
+            fused = [part for part in layer.modules() if isinstance(part, MultiheadAttention)]
+            inside = {part for module in fused for part in module.modules()}
+            products = [part for part in layer.modules() if type(part) is nn.Linear and part not in inside]
+            self._frozen_products.append([part for part in products if not part.weight.requires_grad])
         self.squares = [0.0] * len(self._layers)
 
     @contextmanager
@@ -193,9 +174,7 @@ class WholeLayers:
         if frozen:
             parameter.grad = None
 
-    def _see_product(
-        self, layer: int, scale: float, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor
-    ) -> None:
+    def _see_product(self, layer: int, scale: float, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
         """A forward hook: of the module's weight, once the gradient of `output` (..., out) is known."""
         if not torch.is_grad_enabled():
             return
@@ -212,15 +191,6 @@ class WholeLayers:
     def norms(self) -> list[float]:
         """One a layer, of the batch that was seen last."""
         return [math.sqrt(square) for square in self.squares]
-
-
-def _frozen_products(layer: nn.Module) -> list[nn.Linear]:
-    """The modules with a frozen weight that multiply when they are called, so that a hook sees the product."""
-    inside = {
-        id(part) for module in layer.modules() if isinstance(module, MultiheadAttention) for part in module.modules()
-    }
-    found = [module for module in layer.modules() if type(module) is nn.Linear and id(module) not in inside]
-    return [module for module in found if not module.weight.requires_grad]
 
 
 def _product_square(gradient: Tensor, inputs: Tensor) -> float:

@@ -12,8 +12,9 @@ Every layer runs twice in an update, once before its step and once after it; wha
 cannot keep anything, since first-order terms are added to final results only: it runs all layers below again each time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ def sequential_step(
 
     Takes and returns what the task's `train_step` does: the loss, the sample size, and what to log.
     """
-    _check(optimizer)
+    if isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer | AMPOptimizer):
+        raise UserError("--sequential: one layer's step cannot be taken alone in half precision; use precision=fp32")
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise UserError("--sequential: updates are of one demonstration each; train in one process")
     model.train()
     model.set_num_updates(update_num)
     layers = criterion.check_decoder(model.decoder)
@@ -58,14 +62,6 @@ def sequential_step(
     return total, sample_size, logged | {"loss": total.clone()}
 
 
-def _check(optimizer: FairseqOptimizer) -> None:
-    """Refuse what would step all layers, or another process's gradients, together."""
-    if isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer | AMPOptimizer):
-        raise UserError("--sequential: one layer's step cannot be taken alone in half precision; use precision=fp32")
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise UserError("--sequential: updates are of one demonstration each; train in one process")
-
-
 @contextmanager
 def one_layer(decoder: Any, layer: int, inputs: dict[int, Tensor] | None) -> Iterator[None]:
     """While open, the decoder runs as far as `layer`, and no layer that `inputs` make unnecessary.
@@ -73,18 +69,12 @@ def one_layer(decoder: Any, layer: int, inputs: dict[int, Tensor] | None) -> Ite
     `inputs` (layer -> its input, (T, B, d)) hold what earlier passes of the same batch saw, and take in what this one
     sees: the highest of them is where it begins. None: keep nothing, begin at the bottom.
     """
-    first = max(inputs, default=0) if inputs is not None else 0
+    first, layers = max(inputs or {0: None}), list(decoder.layers)
 
-    def look(index: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            assert inputs is not None
-            return inputs.setdefault(index, args[0].detach()), *args[1:]
+    def look(index: int, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return None if inputs is None else (inputs.setdefault(index, args[0].detach()), *args[1:])
 
-        return hook
-
-    layers = list(decoder.layers)
     with skipped(layers[:first] + layers[layer + 1 :]), ExitStack() as stack:
-        if inputs is not None:
-            for index in range(first, layer + 1):
-                stack.enter_context(layers[index].register_forward_pre_hook(look(index)))
+        for index in range(first, layer + 1):
+            stack.enter_context(layers[index].register_forward_pre_hook(partial(look, index)))
         yield

@@ -11,20 +11,17 @@ backward.
 import re
 from typing import Any
 
-import torch
 from fairseq.modules import MultiheadAttention
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observing.probe import attention_modules, is_plain
+from fairseq_icl.observing.probe import attention_modules, detached, is_plain
 from fairseq_icl.settings import SETTINGS, Settings
 
 BEFORE_SOFTMAX = ("q_", "k_")
 """How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
-
-
 LORA = "lora"
 """The value of `train_parameters` that lets the key and value projections learn in a random subspace (gradients.py)."""
 
@@ -71,20 +68,13 @@ def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:
                 "use softmax_gradient=kept"
             )
         else:
-            hooks += [part.register_forward_hook(_detach_output) for part in (module.q_proj, module.k_proj)]
+            parts = (module.q_proj, module.k_proj)
+            hooks += [part.register_forward_hook(lambda _, __, output: detached(output)) for part in parts]
     return hooks
 
 
 def _detach_query_and_key(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Passes without a graph have nothing to stop, and detach would drop the tangents of forward-mode differentiation.
-    if not torch.is_grad_enabled():
-        return args, kwargs
-    names = ("query", "key")
-    detached = {name: kwargs[name].detach() for name in names if name in kwargs}
-    return (*(x.detach() for x in args[:2]), *args[2:]), kwargs | detached
-
-
-def _detach_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.detach() if torch.is_grad_enabled() else output
+    by_name = {name: detached(kwargs[name]) for name in ("query", "key") if name in kwargs}
+    return (*map(detached, args[:2]), *args[2:]), kwargs | by_name

@@ -17,6 +17,7 @@ run once, and the last one in as many versions at once as there are layers or he
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from fairseq_icl.observing.probe import attention_modules
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.encoding import Query, Tokens
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.layer_causal import parse_layers
+from fairseq_icl.training.layer_causal import one_layer_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,7 @@ def task_vector(model: Model, prompts: Prompts, settings: Settings) -> StateEdit
     _check(model, prompts, "task_vector")
     dummy, *others = train_queries(model, prompts, settings, settings.selection_rows + 1)
     recorder = Recorder()
-    for _ in label_logprobs(model, prompts.context, [dummy], recorder):
-        pass
+    list(label_logprobs(model, prompts.context, [dummy], recorder))
     states = recorder.stacked(recorder.states)[:, 0]  # (L, d)
     at = chosen_layer(model, prompts, settings, others, states, added=False)
     return AtLayer(at, states[at], added=False)
@@ -139,11 +139,10 @@ def label_logprobs(
     for query in queries:
         tokens, label = query.inputs[query.gold], query.labels[query.gold][0]
 
-        def run(tokens: Tokens = tokens) -> Tensor:
+        def run(tokens: Tokens = tokens) -> Any:
             past = run_prefix(decoder, (*context, *tokens[:-1]), prefix)
             features = run_edited(decoder, past, [tokens[-1:]] * versions, edit)
-            log_probs: Tensor = decoder.get_normalized_probs((decoder.output_layer(features), None), log_probs=True)
-            return log_probs
+            return decoder.get_normalized_probs((decoder.output_layer(features), None), log_probs=True)
 
         yield model.evaluate(run)[:, label].float()
 
@@ -153,10 +152,7 @@ def chosen_layer(
 ) -> int:
     """The layer of the setting `layers`, or the one whose vector, (L, d), makes right labels most likely, zero-shot."""
     if settings.layers is not None:
-        layers = parse_layers(settings.layers, len(vectors))
-        if len(layers) > 1:
-            raise UserError(f"layers={settings.layers}: a vector is put at one layer; give one of 0-{len(vectors) - 1}")
-        return layers[0]
+        return one_layer_of(settings.layers, len(vectors), "a vector is put at one layer")
     edit = EachRowAtItsLayer(vectors, added)
     found = torch.stack(list(label_logprobs(model, prompts.start, queries, edit, len(vectors))))  # (queries, L)
     # In the place of the last layer's states a vector gives every query the same answer: no account of any.
@@ -167,8 +163,7 @@ def chosen_layer(
 def mean_head_outputs(model: Model, context: Tokens, queries: Sequence[Query]) -> Tensor:
     """What each head puts out at the last token of queries after the context, on average: (L, H, D)."""
     recorder = Recorder(wants_heads=True)
-    for _ in label_logprobs(model, context, queries, recorder):
-        pass
+    list(label_logprobs(model, context, queries, recorder))
     return recorder.stacked(recorder.head_outputs).mean(1)
 
 
