@@ -56,11 +56,8 @@ class Prefix:
 
     def scores(self, query: Tensor) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context, summed over the heads: (n, L, P)."""
-        layers = []
-        for layer, vectors in enumerate(query.unbind(1)):
-            keys = self.keys[layer].transpose(0, 1).flatten(1)  # (P, d), heads concatenated
-            layers.append(vectors @ keys.T)
-        return torch.stack(layers, dim=1)
+        pairs = zip(query.unbind(1), self.keys, strict=True)  # (n, d) and, heads concatenated, (P, d) of each layer
+        return torch.stack([vectors @ keys.transpose(0, 1).flatten(1).T for vectors, keys in pairs], dim=1)
 
     def scores_by_head(self, query: Tensor, start: int) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context from token `start` on: (n, L, H, P - start)."""

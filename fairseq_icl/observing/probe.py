@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_icl.models.attention import RuledAttention, Seam, projected
 
+HALF = (torch.float16, torch.bfloat16)
 Attention = Any
 """A self-attention module: fairseq's, or one with a `Seam`; with `out_proj`, `num_heads` and `head_dim`."""
 
@@ -63,14 +64,9 @@ def listening(module: Attention, look: Callable[[Tensor, Tensor, Tensor], None])
         module.seam.look = None
 
 
-def is_half(x: Tensor) -> bool:
-    """Whether x is in fp16 or bf16."""
-    return x.dtype in (torch.float16, torch.bfloat16)
-
-
 def at_least_single(x: Tensor) -> Tensor:
     """x in fp32 if it is in half precision; otherwise as it is."""
-    return x.float() if is_half(x) else x
+    return x.float() if x.dtype in HALF else x
 
 
 def detached(x: Tensor) -> Tensor:
@@ -135,7 +131,7 @@ class AttentionProbe(ExitStack):
         sequences, positions = self.past or (self.sequences[:, None], torch.arange(x.size(0), device=x.device))
         projections = self._projected.pop(module, None)
         # In half precision keys are formed and rounded as in the model itself; the shorter way would round elsewhere.
-        if projections is None and isinstance(module, MultiheadAttention) and not is_half(x):
+        if projections is None and isinstance(module, MultiheadAttention) and x.dtype not in HALF:
             query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
             scores = key_scores(module, query, x[positions, sequences])
         else:

@@ -8,10 +8,10 @@ from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
 
 # isort: split
 import argparse
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -96,12 +96,12 @@ def fine_tuned(
             close = nearest(name, OF_TRAINING)
             raise UserError(f"{name}: not a setting of training (those of prompts go into build_prompts); {close}")
     how = get_method(method)
-    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings | how.settings)
+    chosen = replace(prompts.settings, precision=model.precision, **settings | how.settings)
     for name, value in how.settings.items():
         if name in settings and SETTINGS[name].check(settings[name]) != value:
             raise UserError(f"{name}={settings[name]}: method {method} has {name}={value}; leave it out")
     if chosen.lr is None:
-        chosen = dataclasses.replace(chosen, lr=how.lr)
+        chosen = replace(chosen, lr=how.lr)
     if chosen.lr is None and how.reads(SETTINGS["lr"]):
         raise UserError("lr: no learning rate was given; give lr=RATE (the papers': fairseq-icl datasets NAME)")
     if not prompts.finetuning:
@@ -109,14 +109,14 @@ def fine_tuned(
     if model.weights is not None or model.edit is not None or isinstance(model.lm, LinearizedLM):
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
     if chosen.layers == "similar" and how.reads(SETTINGS["layers"]):
-        chosen = dataclasses.replace(chosen, layers=similar_layers(model, prompts, method, chosen, limits))
+        chosen = replace(chosen, layers=similar_layers(model, prompts, method, chosen, limits))
         logger.info("method %s: layers %s", method, chosen.layers)
     if how.edit is not None:
         with within_memory("learning from the demonstrations"), torch.no_grad():
             edit = how.edit(model, prompts, chosen)
         if not isinstance(edit, StateEdit):
             raise UserError(f"method {how.name}: made a {type(edit).__name__}; it has to make a StateEdit")
-        yield dataclasses.replace(model.under(None, how.name), edit=edit)
+        yield replace(model.under(None, how.name), edit=edit)
         return
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
@@ -140,8 +140,7 @@ def similar_layers(
     """
     own = {name: getattr(settings, name) for name in OF_TRAINING} | {"layers": None}
     rows = train_queries(model, prompts, settings, settings.selection_rows)
-    with_heads = dataclasses.replace(prompts.settings, head_outputs="recorded")
-    asked = dataclasses.replace(prompts, queries=rows, settings=with_heads)
+    asked = replace(prompts, queries=rows, settings=replace(prompts.settings, head_outputs="recorded"))
     with fine_tuned(model, prompts, method, limits=limits, record_queries=False, **own) as tuned:
         seen = [observe(model, asked), observe(model, asked, in_context=True), observe(tuned, asked)]
     if any(one.head_output is None for one in seen):
@@ -180,9 +179,8 @@ def _train(
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
     task.control = gradient_control(learner.decoder, settings, recorder, limits, linearized=learner is not lm)
-    changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
     base = model if learner is not lm else model.under({name: lm.get_parameter(name).data for name in lm.trained_names})
-    now = dataclasses.replace(model.under(None, method.name), **changed)
+    now = replace(model.under(None, method.name), lm=learner)
 
     def after_item(count: int) -> None:
         if after_demonstration is not None and count in ends:
@@ -192,25 +190,22 @@ def _train(
 
     sizes = [sum(sequence.scored) if settings.step_per == "token" else 1 for sequence in prompts.finetuning]
     ends = {items: number for number, items in enumerate(accumulate(sizes), 1)}  # items trained on -> demonstrations
-    with own_copy_of_what_learns(learner) as weights, ExitStack() as hooks:
-        if settings.softmax_gradient == "stopped":
-            for hook in stop_softmax_gradient(learner.decoder):
-                hooks.enter_context(hook)
-        hooks.enter_context(repeatable(device))
+    with own_copy_of_what_learns(learner) as weights, repeatable(device), ExitStack() as hooks:
+        for hook in stop_softmax_gradient(learner.decoder) if settings.softmax_gradient == "stopped" else ():
+            hooks.enter_context(hook)
         if device.type == "cuda":
             hooks.enter_context(torch.cuda.device(device))
         if method.first and settings.align_epochs:
             before = get_method(method.first)
-            aligned = dataclasses.replace(settings, lr=before.lr)
+            aligned = replace(settings, lr=before.lr)
             first = prepared(before, aligned, record_queries=False, max_epoch=settings.align_epochs)
             first[1].control = gradient_control(learner.decoder, aligned)
             _run(*first, learner, lambda _: None)
         skipped = _run(config, task, learner, after_item)
     give_back_memory()  # of the gradients
     lm.eval()
-    tuned = dataclasses.replace(model.under(weights, method.name), **changed)
     recorded = {"training_queries": task.training_queries or None, "gradients": recorder.table()}
-    return dataclasses.replace(tuned, **recorded, skipped_updates=skipped)
+    return replace(model.under(weights, method.name), lm=learner, **recorded, skipped_updates=skipped)
 
 
 @contextmanager
@@ -292,13 +287,12 @@ def _component(group: str, name: str, registry: Mapping[str, type | None]) -> An
 def _set_option(config: DictConfig, name: str, value: Any) -> None:
     """Put an option into every section that has one of that name."""
     found = False
-    for title in config:
-        section = config[title]
+    for section in [config[title] for title in config]:
         if isinstance(section, argparse.Namespace) and hasattr(section, name):
             setattr(section, name, [value] if isinstance(getattr(section, name), list) else value)
             found = True
         elif isinstance(section, DictConfig) and name in list(section):  # `in section` is False for a missing value
-            is_list = OmegaConf.is_list(section[name]) if not OmegaConf.is_missing(section, name) else False
+            is_list = not OmegaConf.is_missing(section, name) and OmegaConf.is_list(section[name])
             try:
                 section[name] = [value] if is_list and not isinstance(value, list | tuple) else value
             except OmegaConfBaseException as error:

@@ -28,13 +28,11 @@ from fairseq_icl.results.gradient_record import (
 )
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
-from fairseq_icl.training.softmax_gradient import LORA
 
 SampleInfo = tuple[list[int], float, int]
 """What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
 Limits: TypeAlias = list[float] | pd.DataFrame
 """Per layer; or by step: demonstration and norms (list, one per layer)."""
-FROM_FILE = "from:"
 
 
 class LowRank:
@@ -229,7 +227,7 @@ def gradient_control(
     """
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
     whole = WholeLayers(decoder) if settings.gradient_norms == "all" and not linearized else None
-    low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == LORA else None
+    low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == "lora" else None
     return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole, low_rank)
 
 
@@ -244,10 +242,10 @@ def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFram
         return []
     if value is None:
         raise UserError(f"layer_clip={clip}: needs layer_clip_value (a value, one per layer, or from:FILE)")
-    if value.startswith(FROM_FILE) or record is not None:
+    if value.startswith("from:") or record is not None:
         if clip != "norm":
             raise UserError(f"layer_clip={clip}: a record holds norms; use layer_clip=norm with it")
-        table = checked_record(value.removeprefix(FROM_FILE), decoder) if record is None else record
+        table = checked_record(value.removeprefix("from:"), decoder) if record is None else record
         steps = table.groupby("step")["demonstration"].first().to_frame().assign(norms=list(heatmap_matrix(table)))
         steps.attrs["source"] = value  # named in errors
         return steps

@@ -50,8 +50,7 @@ PRECISION: dict[str, dict[str, Any]] = {"fp32": {}, "fp16": {"fp16": True, **LOS
 """Options of fairseq's for each precision: its optimizer with fp32 master weights."""
 RUN_THE_MODEL_ONCE = ("cross_entropy", "layer_causal_ce")
 """Criterions whose one pass over a batch is the model's own: query vectors are recorded on the way."""
-ALL = 1_000_000
-"""More demonstrations than anyone has: as --update-freq, all of them make one step."""
+VANILLA, LAYER_CAUSAL = ("--criterion", "cross_entropy"), ("--criterion", "layer_causal_ce")
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,9 @@ class Method:
             return True
         if self.edit is not None:
             return known.name in self.edit_reads
-        own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
         if known.flag_of == ():
             return bool(self.first) and known.name == "align_epochs"
+        own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
         return own_loss or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
 
     @property
@@ -144,13 +143,7 @@ _entry_points_read = False
 
 
 def register_method(method: Method) -> Method:
-    """Make a method known by its name; a second, different method of the same name is refused.
-
-    Args:
-        method: Its name and flags.
-
-    Returns:
-        The method itself.
+    """Make a method known by its name and return it; a second, different method of the same name is refused.
 
     Example:
         ```python
@@ -164,25 +157,19 @@ def register_method(method: Method) -> Method:
 
 
 for _method in (
-    Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", ("--criterion", "cross_entropy")),
-    Method("lcgd", "layer-causal fine-tuning", ("--criterion", "layer_causal_ce")),
+    Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", VANILLA),
+    Method("lcgd", "layer-causal fine-tuning", LAYER_CAUSAL),
     Method(
         "lcgd_sequential",
         "layer-causal fine-tuning in which every layer takes its step before the next one sees its input",
-        ("--criterion", "layer_causal_ce", "--sequential"),
+        (*LAYER_CAUSAL, "--sequential"),
     ),
-    Method(
-        "linearized", "vanilla fine-tuning of the linearized model", ("--criterion", "cross_entropy", "--linearize")
-    ),
-    Method(
-        "linearized_lcgd",
-        "layer-causal fine-tuning of the linearized model",
-        ("--criterion", "layer_causal_ce", "--linearize"),
-    ),
+    Method("linearized", "vanilla fine-tuning of the linearized model", (*VANILLA, "--linearize")),
+    Method("linearized_lcgd", "layer-causal fine-tuning of the linearized model", (*LAYER_CAUSAL, "--linearize")),
     Method(
         "gd_full_batch",
         "vanilla fine-tuning in one step on all demonstrations, whose gradients are averaged over their tokens",
-        ("--criterion", "cross_entropy", "--update-freq", str(ALL)),
+        (*VANILLA, "--update-freq", "1000000"),  # more than anyone has
     ),
     Method(
         "short_circuit",
@@ -199,14 +186,14 @@ for _method in (
     Method(
         "align_then_train",
         "match_icl first, then vanilla fine-tuning from there (Mishra et al. 2025, arXiv 2509.22621)",
-        ("--criterion", "cross_entropy"),
+        VANILLA,
         first="match_icl",
         reads_prompt=True,
     ),
     Method(
         "lora",
         "vanilla fine-tuning of keys and values in a random subspace of rank lora_rank",
-        ("--criterion", "cross_entropy", "--train-parameters", "lora"),
+        (*VANILLA, "--train-parameters", "lora"),
     ),
     Method(
         "shallow_gd",
@@ -287,16 +274,13 @@ def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
 
 def _saved_option(config: Mapping[str, Any], name: str) -> Any:
     """The value of an option in a saved configuration, whichever section has it."""
+    protocol = PROTOCOL.get(name)
     if name in ("criterion", "optimizer", "lr_scheduler"):
         section = config.get(name) or {}
-        protocol = PROTOCOL.get(name)
         return section.get("_name", protocol) if isinstance(section, Mapping) else getattr(section, name, protocol)
-    for section in config.values():
-        values = section if isinstance(section, Mapping) else vars(section) if hasattr(section, "__dict__") else {}
-        if name in values:
-            value = values[name]
-            return value[0] if isinstance(value, list) and len(value) == 1 else value  # one value an epoch
-    return PROTOCOL.get(name)
+    sections = [part if isinstance(part, Mapping) else getattr(part, "__dict__", {}) for part in config.values()]
+    value = next((section[name] for section in sections if name in section), protocol)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value  # one value an epoch
 
 
 def training_options(method: Method, settings: Settings, files: ModelFiles, data: str, dataset: str) -> dict[str, Any]:
@@ -307,10 +291,9 @@ def training_options(method: Method, settings: Settings, files: ModelFiles, data
         del options["momentum"]  # a flag of SGD's own
     components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])
     given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.is_flag_of(*components)}
+    options |= given | method.options
     # A flag of False is one that is not given: not every criterion knows all of them.
-    return {
-        n: value for n, value in (options | given | method.options).items() if value is not None and value is not False
-    }
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def training_command(options: Mapping[str, Any], **more: Any) -> str:

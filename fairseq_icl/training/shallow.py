@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,15 +113,12 @@ def descend(
     coefficients, base = torch.zeros_like(inputs), torch.zeros_like(inputs)  # base: f of the steps before
     for _ in range(steps):
         weights = weigh(inputs, inputs)  # (L, n, n): [j, i] = k_i(x_j)
-        batches = torch.arange(n).split(1 if one_at_a_time else n)
-        for batch in batches:
-            values = base[:, batch] + weights[:, batch] @ coefficients
-            found = errors(values, batch)
+        for batch in torch.arange(n).split(1 if one_at_a_time else n):
+            found = errors(base[:, batch] + weights[:, batch] @ coefficients, batch)
             coefficients = (1 - rate * decay) * coefficients
             coefficients[:, batch] += rate * found
         if gammas is not None:
-            transform = gammas(inputs)[:, None, None] / n
-            made.append(Step(inputs, coefficients, transform))
+            made.append(Step(inputs, coefficients, gammas(inputs)[:, None, None] / n))
             base = base + weights @ coefficients
             inputs, coefficients = made[-1].moved(inputs), torch.zeros_like(coefficients)
     return made or [Step(inputs, coefficients)]
@@ -159,8 +156,7 @@ class Shallow(StateEdit):
         return self.value(number, torch.eye(step.inputs.size(2)).to(step.inputs)).T
 
 
-@dataclass(frozen=True)
-class Examples:
+class Examples(NamedTuple):
     """What the demonstrations show, each read alone, in the layers that learn."""
 
     inputs: Tensor  # (L, n, d) x_i
@@ -173,9 +169,8 @@ def shallow_gd(model: Model, prompts: Prompts, settings: Settings) -> Shallow:
     decoder, rate = model.lm.decoder, float(settings.lr or 0.0)
     layers = check_decoder(decoder, settings.layers, what="shallow_gd")
     examples = demonstration_states(model, prompts, layers)
-    weigh = Weigh(
-        settings.kernel if settings.shallow == "kernel" else "linear", settings.shallow_step == "preconditioned"
-    )
+    kernel = settings.kernel if settings.shallow == "kernel" else "linear"
+    weigh = Weigh(kernel, settings.shallow_step == "preconditioned")
     if settings.shallow == "ridge":
         if settings.shallow_step != "plain":
             raise UserError(f"shallow_step={settings.shallow_step}: shallow=ridge is in closed form; leave it out")
@@ -230,10 +225,10 @@ def demonstration_states(model: Model, prompts: Prompts, layers: range) -> Examp
         run_edited(decoder, run_prefix(decoder, prompts.start), inputs, recorder)
 
     model.evaluate(run)
-    received, after = (
-        at_least_single(recorder.stacked(kept)[layers.start : layers.stop])
-        for kept in (recorder.received, recorder.after_attention)
-    )
+    kept = [
+        recorder.stacked(part)[layers.start : layers.stop] for part in (recorder.received, recorder.after_attention)
+    ]
+    received, after = map(at_least_single, kept)
     return Examples(received, after, labels.to(received.device))
 
 

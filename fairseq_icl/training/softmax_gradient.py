@@ -22,8 +22,6 @@ from fairseq_icl.settings import SETTINGS, Settings
 
 BEFORE_SOFTMAX = ("q_", "k_")
 """How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
-LORA = "lora"
-"""The value of `train_parameters` that lets the key and value projections learn in a random subspace (gradients.py)."""
 
 
 def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
@@ -31,10 +29,9 @@ def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
 
     Returns what learns, in words: "4 tensors, layers 28 to 29, 0.9 million parameters".
     """
-    if settings.train_parameters == LORA:
-        model.freeze_all_but(SETTINGS["train_parameters"].default, biases=False)
-    else:
-        model.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    is_lora = settings.train_parameters == "lora"  # key and value projections in a random subspace (gradients.py)
+    parts = SETTINGS["train_parameters"].default if is_lora else settings.train_parameters
+    model.freeze_all_but(parts, biases=not is_lora and settings.biases == "trained")
     if settings.softmax_gradient == "stopped":
         for module in attention_modules(model.decoder):
             for name, parameter in module.named_parameters():

@@ -66,10 +66,8 @@ class EachRowAtItsHead(StateEdit):
         self.means = means
 
     def heads(self, layer: int, heads: Tensor) -> Tensor:
-        number = self.means.size(1)
-        changed = heads.clone()
-        rows = 1 + layer * number + torch.arange(number)
-        changed[rows, torch.arange(number)] = self.means[layer].to(changed)
+        changed, every = heads.clone(), torch.arange(self.means.size(1))
+        changed[1 + layer * len(every) + every, every] = self.means[layer].to(changed)
         return changed
 
 
@@ -89,8 +87,7 @@ def function_vector(model: Model, prompts: Prompts, settings: Settings) -> State
     _check(model, prompts, "function_vector")
     queries = train_queries(model, prompts, settings, settings.selection_rows)
     means = mean_head_outputs(model, prompts.context, queries)
-    misled = context_that_tells_nothing(model, prompts)
-    effects = indirect_effects(model, misled, queries, means)
+    effects = indirect_effects(model, context_that_tells_nothing(model, prompts), queries, means)
     heads = largest(effects, settings.vector_heads)
     vector = projected_sum(model, means, heads)
     at = chosen_layer(model, prompts, settings, queries, vector.expand(means.size(0), -1), added=True)
