@@ -56,7 +56,7 @@ class LayerCausalCrossEntropy(FairseqCriterion):
         self.layers = layers
         self.sentence_avg = sentence_avg
         self.sequential = sequential
-        """Whether the task is to go by `training.sequential` instead of calling `forward` on all layers at once."""
+        """Whether the task is to go by `sequential_step` instead of calling `forward` on all layers at once."""
         if sequential and clip_norm > 0:
             raise UserError(
                 "--clip-norm: needs the gradients of all layers at once, in sequential updates a layer has stepped "

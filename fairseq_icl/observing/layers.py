@@ -83,10 +83,7 @@ def scores_by_depth(model: Model, layout: Layout, features: Tensor, scores: Tens
 
 
 def last_feed_forward_at(decoder: Any, sequence: Tensor, position: Tensor) -> AbstractContextManager[None]:
-    """Inside, the last layer's feed-forward block runs at R tokens only: number `position[r]` of `sequence[r]`.
-
-    The others leave the layer without its contribution, so nothing may read them.
-    """
+    """Inside, the last feed-forward block runs at tokens `position[r]` of `sequence[r]`: nothing may read others."""
     layer = decoder.layers[-1]
     if not hasattr(layer, "feed_forward"):
         return only_at([layer.fc1], layer.fc2, position, sequence)

@@ -108,12 +108,6 @@ class Layout:
             edited_position=self.edited_position - length,
         )
 
-    @property
-    def first_row(self) -> Tensor:
-        """(n,) row of logits that predicts the first label token of each query's option 0."""
-        start = torch.full_like(self.num_options, len(self.logit_sequence))
-        return start.scatter_reduce(0, self.entry_query, self.entry_logits, "amin")
-
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
         return self.by_option(log_probs[self.entry_logits, self.entry_token].float().cpu() * self.entry_weight)
@@ -129,8 +123,7 @@ class Layout:
 def filled_up(sequences: Sequence[Sequence[int]], filling: int = 0) -> Tensor:
     """Sequences filled up on the right: (B, T).
 
-    That of what runs is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
-    without padding symbols fairseq builds no padding mask.
+    Not with the padding symbol, for which fairseq builds a mask: attention is causal, so nothing that is read sees it.
     """
     filled = torch.full((len(sequences), max(map(len, sequences))), filling, dtype=torch.long)
     for row, sequence in zip(filled, sequences, strict=True):
@@ -175,15 +168,15 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
                 before = tokens + label[:offset]
                 at = (first + bisect_left(own, before), len(before) - 1)  # the first one that begins with it
                 entries.append((number, option, logit_rows.setdefault(at, len(logit_rows)), token))
-    return Layout(
-        tuple(sequences),
+    tensors = [
         torch.tensor([len(query.labels) for query in queries]),
         *torch.tensor(list(logit_rows)).unbind(1),
         *torch.tensor(entries).unbind(1),
         torch.tensor([1 / len(queries[number].labels[option]) for number, option, _, _ in entries]),
         *torch.tensor(recorded).unbind(1),
         *torch.tensor(edited).unbind(1),
-    )
+    ]
+    return Layout(tuple(sequences), *tensors)  # in the order of its fields
 
 
 def recorded_tokens(query: Query, position: str) -> Tokens:

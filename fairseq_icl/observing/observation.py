@@ -9,8 +9,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +19,12 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
+from fairseq_icl.observing.activations import Activations
 
-if TYPE_CHECKING:
-    from fairseq_icl.observing.activations import Activations
-
-AT_ONCE = 64
-"""Examples that are in memory together."""
+AT_ONCE = 64  # examples that are in memory together
 FILLED = {"attention_row": (True, 0.0), "option_logprobs": (False, -torch.inf), "depth_scores": (False, -torch.inf)}
 """Fields as wide as the longest row or the most options, filled up with: on the left?, the value."""
-LARGE = 2**20
-"""Bytes from which a tensor is kept in a file."""
+LARGE = 2**20  # bytes from which a tensor is kept in a file
 
 
 class TensorStore:
@@ -72,8 +69,7 @@ class Observation:
     context_row: Tensor | None = None  # (n, L, P) scores over the context, summed over the heads
     label_prior: Tensor | None = None  # (n, C) log of the options' mean probability on inputs without content
     label_prior_normalised: Tensor | None = None  # (n, C) the same, made shares of 1 at every input before the mean
-    demonstration_logprob: Tensor | None = None
-    """(n,) mean log-probability of the tokens that fine-tuning on the example would score (ZSL and FT, if wanted)"""
+    demonstration_logprob: Tensor | None = None  # (n,) mean over tokens that fine-tuning on it would score (not ICL)
     depth_scores: Tensor | None = None  # (n, L, C) of the model cut after each layer; the last is option_logprobs
     top_tokens: Tensor | None = None  # (n, K) the most likely next tokens where the label (of option 0) begins
     top_logprobs: Tensor | None = None  # (n, K) their log-probabilities, largest first
@@ -84,11 +80,8 @@ class Observation:
     precision: str = "fp32"  # in which the model computed; the tensors here are fp32, of values that this precision has
     device: str = "cpu"  # where the model computed it, and where metrics of it are computed
     skipped_updates: int = 0  # steps that fine-tuning left out: their gradients overflowed
-    activations: "Activations | None" = (
-        None  # at other tokens, if `observe` was asked; not in a part of the observation
-    )
-    stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)
-    """Where its tensors are, if `Gathering` made it."""
+    activations: Activations | None = None  # at other tokens, if `observe` was asked for them; not in a part of it
+    stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)  # of its tensors, by `Gathering`
 
     def __repr__(self) -> str:
         (layers, width), options = self.attention_output.shape[1:], self.option_logprobs.shape[1]
@@ -155,7 +148,15 @@ class Gathering:
         if self._first is None:
             self._first = part.take([])  # what is not by example
         for name, value in part.tensors().items():
-            store = self._store(name, value)
+            store = self._stores.get(name)
+            if store is None or (name in FILLED and value.size(-1) > store.tensor.size(-1)):
+                wider = TensorStore((self.size, *value.shape[1:]), value.dtype)
+                for some in torch.arange(self.size).split(AT_ONCE):
+                    if store is not None:
+                        wider.tensor[some] = _filled_up(name, store.tensor[some], value.size(-1))
+                        wider.release()
+                        store.release()
+                self._stores[name] = store = wider
             store.tensor[places] = _filled_up(name, value, store.tensor.size(-1))
             store.release()
 
@@ -165,20 +166,6 @@ class Gathering:
             raise ValueError("nothing was gathered")
         tensors: dict[str, Any] = {name: store.tensor for name, store in self._stores.items()}
         return replace(self._first, **tensors, stores=tuple(self._stores.values()))
-
-    def _store(self, name: str, value: Tensor) -> TensorStore:
-        """The field's store, as wide as the value at least."""
-        store = self._stores.get(name)
-        if store is not None and not (name in FILLED and value.size(-1) > store.tensor.size(-1)):
-            return store
-        wider = TensorStore((self.size, *value.shape[1:]), value.dtype)
-        if store is not None:
-            for places in torch.arange(self.size).split(AT_ONCE):
-                wider.tensor[places] = _filled_up(name, store.tensor[places], value.size(-1))
-                wider.release()
-                store.release()
-        self._stores[name] = wider
-        return wider
 
 
 def _filled_up(name: str, value: Tensor, width: int) -> Tensor:
@@ -192,10 +179,8 @@ def _filled_up(name: str, value: Tensor, width: int) -> Tensor:
 
 def concatenate(observations: Sequence[Observation]) -> Observation:
     """Observations of the same condition joined; rows and options are filled up to the largest."""
-    gathering = Gathering(sum(map(len, observations)))
-    start = 0
-    for one in observations:
-        for first, part in one.parts():
-            gathering.put(torch.arange(start + first, start + first + len(part)), part)
-        start += len(one)
+    gathering, done = Gathering(sum(map(len, observations))), 0
+    for _, part in chain.from_iterable(one.parts() for one in observations):
+        gathering.put(torch.arange(done, done + len(part)), part)
+        done += len(part)
     return gathering.observation()

@@ -1,8 +1,4 @@
-"""Observing queries: what the package reads off a model, all of it passes through `Observer`.
-
-zsl = observe(model, prompts)
-icl = observe(model, prompts, in_context=True)
-"""
+"""Observing queries: every number of the package that is read off a model passes through `Observer`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,10 +27,8 @@ from fairseq_icl.prompts.encoding import Query, finetuning_sequence
 
 logger = logging.getLogger(__name__)
 
-TOP_TOKENS = 10
-"""How many of the most likely next tokens are kept: K of Shen et al. (2023)."""
-AT_ONCE = 8
-"""Demonstrations whose likelihood is computed together."""
+TOP_TOKENS = 10  # most likely next tokens that are kept: K of Shen et al. (2023)
+AT_ONCE = 8  # demonstrations whose likelihood is computed together
 
 Seen = tuple[Tensor, AttentionRecord, Tensor | None, Tensor | None]
 """Logits (R, V); record with scores over the tokens after the context (n, L, H, T); if wanted, scores over the context
@@ -66,9 +60,8 @@ def observe(
             "scores": the arrays of `Activations`.
 
     Returns:
-        An observation of n = len(prompts.queries) examples, on the CPU in fp32. What is large of it lies in a temporary
-            file that goes with it, so memory grows little with n. What `positions` and `record` asked for is its
-            `activations`.
+        An observation of n = len(prompts.queries) examples, on the CPU in fp32; `activations` as asked for. What is
+            large of it lies in a temporary file that goes with it, so memory grows little with n.
 
     Example:
         ```python
@@ -98,10 +91,7 @@ def observe_all(observer: "Observer", queries: Sequence[Query], progress: bool =
 
 
 class Observer:
-    """Observes queries of one set of prompts in one condition; what they share, the stem, is computed once.
-
-    Keep it only as long as the model's weights do not change.
-    """
+    """Observes queries of one set of prompts in one condition, while the weights stay; their stem is computed once."""
 
     def __init__(
         self,
@@ -116,8 +106,7 @@ class Observer:
     ) -> None:
         """`context_row`: keep the scores over the context (default: in ICL). `whole_prompt`: share nothing.
 
-        `by_depth`: also score the options after every layer. `prefix`: the context's keys and values, if they are there
-        already.
+        `by_depth`: also score the options after every layer. `prefix`: the context's keys and values, if known.
         """
         self.model, self.prompts = model, prompts
         self.context = prompts.context if in_context else prompts.start
@@ -131,8 +120,7 @@ class Observer:
     def label_priors(self) -> dict[str, Tensor]:
         """(C,) log of each label's probability among the labels, over inputs without content; none without classes.
 
-        Zhao et al.'s code takes the mean over the inputs first; then an input at which no label is likely counts less.
-        The other way, every input counts alike.
+        Zhao et al.'s code takes the mean over the inputs first: one at which no label is likely then counts less.
         """
         if not self.prompts.content_free:
             return {}
@@ -189,7 +177,9 @@ class Observer:
                     f"row {query.row} (from 0) of the validation file is scored NaN: numbers overflow in the model; "
                     "take another checkpoint, or fine-tune with a lower --lr"
                 )
-        top = log_probs[layout.first_row].topk(min(TOP_TOKENS, log_probs.size(1)), dim=1)
+        first = torch.full_like(layout.num_options, len(log_probs))  # (n,) rows of logits where option 0 begins
+        first = first.scatter_reduce(0, layout.entry_query, layout.entry_logits, "amin")
+        top = log_probs[first].topk(min(TOP_TOKENS, log_probs.size(1)), dim=1)
         return Observation(
             row=torch.tensor([query.row for query in queries]),
             gold=torch.tensor([query.gold for query in queries]),

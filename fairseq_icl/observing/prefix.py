@@ -6,10 +6,10 @@ positions are counted from where the context ends; everything else is the decode
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,9 @@ from fairseq_icl.observing.layers import last_feed_forward_at, only_at
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
 
-PIECE = 512
-"""Tokens of a context that run at once."""
+PIECE = 512  # tokens of a context that run at once
+Rows = Tensor | slice
+AfterLayer = Callable[[int, Rule, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Prefix:
     length: int
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    momenta: Sequence[Tensor | None]
-    """Per layer (H, 1, D): the momentum that the first token behind the context gets; None without momentum."""
+    momenta: Sequence[Tensor | None]  # (H, 1, D) that the first token behind the context gets; None without momentum
 
     def first(self, length: int) -> "Prefix":
         """The first `length` tokens of the context, as views."""
@@ -77,10 +77,7 @@ def supports_prefix(decoder: Any) -> bool:
 
 
 def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None) -> Prefix:
-    """Run the context once and keep the keys and values of every layer; the tokens of `known`, its first, run no more.
-
-    In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
-    """
+    """Run the context once and keep every layer's keys and values; `known`: those of its first tokens, not to run."""
     if known is None:
         like = next(decoder.parameters())
         empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
@@ -94,6 +91,7 @@ def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None
         keys[layer] = torch.cat([keys[layer], key.transpose(0, 1)], dim=1)
         values[layer] = torch.cat([values[layer], value.transpose(0, 1)], dim=1)
 
+    # In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     for start in range(known.length, len(context), PIECE):
         piece = Packed.of([context[start : start + PIECE]])
         with last_feed_forward_at(decoder, nowhere, nowhere):
@@ -102,11 +100,7 @@ def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None
 
 
 def features_on_prefix(
-    decoder: Any,
-    packed: Packed,
-    prefix: Prefix,
-    read: Tensor | None = None,
-    after_layer: Callable[[int, Rule, Tensor, Tensor], None] | None = None,
+    decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None, after_layer: AfterLayer | None = None
 ) -> Tensor:
     """Decoder features (N, 1, d) of packed sequences that each follow the prefix; each token is a sequence of its own.
 
@@ -151,12 +145,9 @@ class Seen:
     packed: Packed
     keys: Tensor
     values: Tensor
-    momentum: Tensor | None = None
-    """(H, 1, D): the decayed sum of the prefix's values, if the model has momentum."""
+    momentum: Tensor | None = None  # (H, 1, D): the decayed sum of the prefix's values, if the model has momentum
 
-    def attend(
-        self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rows: Tensor | slice
-    ) -> Tensor:
+    def attend(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rows: Rows) -> Tensor:
         """What the heads put out, (N, H, D), of queries, keys and values (N, H, D); zero but at `rows`."""
         if isinstance(rows, Tensor) and len(rows) == 0:
             return torch.zeros_like(query)
@@ -174,7 +165,7 @@ class Seen:
         state = None if self.momentum is None else self.momentum.expand(len(values), -1, -1, -1)
         return decayed_sum(values, eta, state)[:1]
 
-    def _linear(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | slice) -> Tensor:
+    def _linear(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         """Linear attention, (R, H, D): nothing normalises over both parts, they add."""
         attend = replace(rule, momentum=0.0).attend
         (own,) = _by_sequence(lambda *parts: (attend(*parts),), self.packed, query, key, value)
@@ -183,7 +174,7 @@ class Seen:
             scores = scores * (self._hidden(rule.window, rows) == 0).to(scores)
         return (scores @ self.values).transpose(0, 1) + own[rows]
 
-    def _hidden(self, window: int, rows: Tensor | slice) -> Tensor:
+    def _hidden(self, window: int, rows: Rows) -> Tensor:
         """(R, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
         distance = self.packed.position[rows, None] + self.keys.size(1) - torch.arange(self.keys.size(1))
         return torch.where(distance < window, 0.0, HIDDEN).to(self.keys.device)
@@ -195,7 +186,7 @@ class Seen:
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None = None,
-        rows: Tensor | slice = slice(None),
+        rows: Rows = slice(None),
     ) -> Tensor:
         """Softmax attention to the prefix and the own past, at `rows`: (R, H, D).
 
@@ -222,12 +213,9 @@ class Seen:
 
 
 def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *parts: Tensor) -> tuple[Tensor, ...]:
-    """What `function` makes of sequences, (B, H, T, ...) -> (B, H, T, ...), packed again: (N, H, ...) -> (N, H, ...).
-
-    Sequences of one length go through it together, as views of where they lie.
-    """
+    """What `function`, (B, H, T, ...) -> (B, H, T, ...), makes of packed sequences: (N, H, ...) -> (N, H, ...)."""
     results, start = [], 0
-    for count, length in packed.groups:
+    for count, length in packed.groups:  # those of one length together, as views of where they lie
         stop = start + count * length
         given = (part[start:stop].unflatten(0, (count, length)).transpose(1, 2) for part in parts)
         results.append([result.transpose(1, 2).flatten(0, 1) for result in function(*given)])
@@ -235,21 +223,17 @@ def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *p
     return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-@contextmanager
-def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
+def positions_from(decoder: Any, start: int | Tensor) -> AbstractContextManager[None]:
     """Make the decoder number the positions of its tokens from `start`; one for all sequences or one each, (B,).
 
     Reads the rows of the table directly: fairseq's sinusoidal module cannot run under functorch, and neither it nor
     the learned one takes an offset. A decoder without such a table (rotary positions) gets its offset elsewhere.
     """
     if hasattr(decoder, "positions_from"):  # one of transformers
-        with decoder.positions_from(start):
-            yield
-        return
+        return cast(AbstractContextManager[None], decoder.positions_from(start))
     embedding = decoder.embed_positions
     if embedding is None:
-        yield
-        return
+        return nullcontext()
 
     def forward(tokens: Tensor, **_: object) -> Tensor:
         first = torch.as_tensor(start)[..., None] + embedding.padding_idx + 1
@@ -261,8 +245,7 @@ def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
             table = embedding.get_embedding(stop, embedding.embedding_dim, embedding.padding_idx).to(table)
         return table[places.to(table.device)]
 
-    with replaced_forward({embedding: lambda _: forward}):
-        yield
+    return replaced_forward({embedding: lambda _: forward})
 
 
 @contextmanager
@@ -271,16 +254,18 @@ def replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[
     modules = attention_modules(decoder)
     for layer, module in enumerate(modules):
         seam_of(module).stand_in = partial(attend, layer)
+
+    def step_by_step(module: MultiheadAttention, _: Any) -> Callable[..., tuple[Tensor, None]]:
+        def forward(query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:  # fairseq's is one fused operation
+            attended = module.seam.attend(rule_of(module), *projected(module, query))  # (B, H, T, D) of (T, B, d)
+            return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None
+
+        return forward
+
     plain = [module for module in modules if isinstance(module, MultiheadAttention)]
     try:
-        with replaced_forward({module: lambda _, own=module: partial(_through_seam, own) for module in plain}):
+        with replaced_forward({module: partial(step_by_step, module) for module in plain}):
             yield
     finally:
         for module in modules:
             module.seam.stand_in = None
-
-
-def _through_seam(module: MultiheadAttention, query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-    """fairseq's attention step by step, (T, B, d) -> (T, B, d): its own forward method is one fused operation."""
-    attended = module.seam.attend(rule_of(module), *projected(module, query))  # (B, H, T, D)
-    return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None

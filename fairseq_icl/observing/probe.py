@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fairseq_icl.models.attention import RuledAttention, Seam, projected
 
 HALF = (torch.float16, torch.bfloat16)
-Attention = Any
-"""A self-attention module: fairseq's, or one with a `Seam`; with `out_proj`, `num_heads` and `head_dim`."""
+Pair = tuple[Tensor, Tensor]
+Attention = Any  # a self-attention module: fairseq's, or one with a `Seam`; with out_proj, num_heads and head_dim
 
 
 def attention_modules(decoder: Any) -> list[Attention]:
@@ -32,13 +32,9 @@ def attention_modules(decoder: Any) -> list[Attention]:
 
 def is_plain(module: Attention) -> bool:
     """Whether the module is fairseq's own attention without extras, so that the formulas here are what it computes."""
-    return (
-        type(module) is MultiheadAttention
-        and module.self_attention
-        and module.bias_k is None
-        and not module.add_zero_attn
-        and not module.use_xformers
-    )
+    if type(module) is not MultiheadAttention or not module.self_attention:
+        return False
+    return module.bias_k is None and not module.add_zero_attn and not module.use_xformers
 
 
 def queries_keys_values(module: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,18 +80,10 @@ class AttentionRecord(NamedTuple):
 
 
 class AttentionProbe(ExitStack):
-    """While it is open, forward passes of `decoder` are recorded at the chosen tokens.
-
-    Token i is number `positions[i]` of sequence `sequences[i]` of the batch. `record()` gives what was seen.
-    """
+    """While open, passes of `decoder` are recorded at tokens `positions[i]` of `sequences[i]`; `record()` tells."""
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        sequences: Tensor,
-        positions: Tensor,
-        past: tuple[Tensor, Tensor] | None = None,
-        wants_heads: bool = False,
+        self, decoder: Any, sequences: Tensor, positions: Tensor, past: Pair | None = None, wants_heads: bool = False
     ) -> None:
         """`past`: the tokens that each is scored with, as sequences and positions, (n, K) each or broadcasting to it.
 
@@ -106,7 +94,7 @@ class AttentionProbe(ExitStack):
         self.modules, self.wants_heads = attention_modules(decoder), wants_heads
         self.sequences, self.positions, self.past = sequences, positions, past  # (n,), (n,)
         self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
-        self._projected: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._projected: dict[nn.Module, Pair] = {}
         self._heads: dict[nn.Module, Tensor] = {}
 
     def __enter__(self) -> "AttentionProbe":
@@ -159,8 +147,7 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Tensor:
     """Per head q . (W x + b) = (q W) . x + q . b, for each of n queries over its own K inputs x: (n, H, K).
 
-    `query` is (n, d), `inputs` (n, K, d). Multiplying in this order never forms the keys, which would cost as much
-    as the projection did in the model itself.
+    `query` is (n, d), `inputs` (n, K, d). This order never forms the keys, which would cost a second projection.
     """
     heads = query.unflatten(1, (module.num_heads, module.head_dim))  # (n, H, d/H)
     weight = module.k_proj.weight.unflatten(0, (module.num_heads, module.head_dim))  # (H, d/H, d)

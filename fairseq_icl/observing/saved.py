@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,63 +20,48 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.files import write_atomically
 from fairseq_icl.observing.observation import AT_ONCE, Gathering, Observation
 
-ACTIVATIONS = (
-    *("attention_output", "attention_row", "query_vector", "head_output"),
-    *("context_row", "depth_scores", "top_logprobs"),
-)
+ANSWERS = ("option_logprobs", "label_prior", "label_prior_normalised", "demonstration_logprob")  # keep their precision
 PRECISIONS = {"half": torch.float16, "single": torch.float32}
 FORMAT = "fairseq_icl observations 1"
 QUERIES = "training_queries"
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.float16: "F16"}
 """What safetensors calls the types that are written, in the order of the file: so all are aligned."""
-FACTS = ("method", "init", "precision", "device", "skipped_updates")
-"""What is known of a condition as a whole."""
-Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name of a tensor in the file -> its type and shape."""
+FACTS = ("method", "init", "precision", "device", "skipped_updates")  # what is known of a condition as a whole
 
 
 def save_observations(
     path: str | Path, conditions: Mapping[str, Observation], example: Tensor | None = None, precision: str = "single"
 ) -> None:
-    """Write the observations of some conditions; `example` (n,) are the positions in the validation set.
-
-    Activations may be in half precision, which is what the authors recorded.
-    """
+    """Write observations by condition; `example` (n,): places in the validation set. The authors' precision: half."""
     examples = torch.arange(len(next(iter(conditions.values())))) if example is None else example
-    entries: Entries = {"example": (torch.int32, tuple(examples.shape))}
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"example": (torch.int32, tuple(examples.shape))}
     for condition, seen in conditions.items():
         for name, value in seen.tensors().items():
-            kind = value.dtype if value.is_floating_point() else torch.int32
+            exact = value.dtype if value.is_floating_point() else torch.int32
+            kind = exact if name in ANSWERS or exact == torch.int32 else PRECISIONS[precision]
             shape = (*value.shape[1:3], int(seen.query_length.sum())) if name == "attention_row" else tuple(value.shape)
-            entries[f"{condition}.{name}"] = (PRECISIONS[precision] if name in ACTIVATIONS else kind, shape)
+            entries[f"{condition}.{name}"] = (kind, shape)
         for row, queries in (seen.training_queries or {}).items():
             entries[f"{condition}.{QUERIES}.{row}"] = (PRECISIONS[precision], tuple(queries.shape))
     described = {name: {fact: getattr(seen, fact) for fact in FACTS} for name, seen in conditions.items()}
-    metadata = {"format": FORMAT, "settings": json.dumps(described)}
+    # The head of a safetensors file, as the library writes it.
+    head: dict[str, Any] = {"__metadata__": {"format": FORMAT, "settings": json.dumps(described)}}
+    end, order = 0, list(CODES)
+    for name, (kind, shape) in sorted(entries.items(), key=lambda item: (order.index(item[1][0]), item[0])):
+        start, end = end, end + prod(shape) * kind.itemsize
+        head[name] = {"dtype": CODES[kind], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
 
     def save(unfinished: Path) -> None:
         with unfinished.open("wb") as file:
-            starts = _write_head(file, entries, metadata)
+            file.write(len(text).to_bytes(8, "little") + text)
             for name, place, numbers in _pieces(conditions, examples):
                 kind = entries[name][0]
-                file.seek(starts[name] + place * kind.itemsize)
+                file.seek(8 + len(text) + head[name]["data_offsets"][0] + place * kind.itemsize)
                 file.write(numbers.to(kind).contiguous().numpy().data)
 
     write_atomically(path, save)
-
-
-def _write_head(file: BinaryIO, entries: Entries, metadata: Mapping[str, str]) -> dict[str, int]:
-    """Write the head of a safetensors file as the library does; returns where in the file each tensor begins."""
-    head: dict[str, Any] = {"__metadata__": metadata}
-    offset, order = 0, list(CODES)
-    for name, (kind, shape) in sorted(entries.items(), key=lambda item: (order.index(item[1][0]), item[0])):
-        offsets = [offset, offset + prod(shape) * kind.itemsize]
-        head[name] = {"dtype": CODES[kind], "shape": shape, "data_offsets": offsets}
-        offset = offsets[1]
-    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    return {name: 8 + len(text) + head[name]["data_offsets"][0] for name in entries}
 
 
 def _pieces(conditions: Mapping[str, Observation], example: Tensor) -> Iterator[tuple[str, int, Tensor]]:

@@ -26,8 +26,7 @@ def observe_weight_updates(
     tokens = layout.tokens(before=start)[layout.recorded_sequence]  # (n, T)
     place = torch.arange(tokens.size(1))
     is_token = (place >= len(start)) & (place < layout.recorded_position[:, None] + len(start) + 1)  # (n, T)
-    decoder = base.lm.decoder
-    modules = attention_modules(decoder)
+    decoder, modules = base.lm.decoder, attention_modules(base.lm.decoder)
 
     def matrices(inputs: Sequence[Tensor]) -> Tensor:  # (n, L, H, D, D)
         layers = []

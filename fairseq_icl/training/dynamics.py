@@ -11,7 +11,6 @@ part of the plain run's own observations.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 import torch
@@ -50,10 +49,7 @@ class Curve:
             self._add(count, self._in_context(count, base), trained)
 
     def finish(self, ft: Observation) -> pd.DataFrame:
-        """The curve, with the fine-tuned model's observation of all queries as its last point.
-
-        Returns the columns of `CURVE_COLUMNS`: demonstrations (j), metric, value, and its 95 % interval low, high.
-        """
+        """The curve, of columns CURVE_COLUMNS; its last point is of the fine-tuned model's own observation."""
         self._add(len(self.prompts.finetuning), self._first(self.whole), self._first(ft))
         return pd.concat(self.points, ignore_index=True)
 
@@ -75,6 +71,5 @@ class Curve:
     def _add(self, count: int, icl: Observation, ft: Observation) -> None:
         collector = Collector(METRICS, self.prompts.settings)
         collector.add(range(len(self.zsl)), self.zsl, icl, ft)
-        overall: Any = means(collector.table())
-        overall = overall[overall["metric"].isin(METRICS)]
-        self.points.append(overall.assign(demonstrations=count)[list(CURVE_COLUMNS)])
+        overall = means(collector.table()).assign(demonstrations=count)
+        self.points.append(overall.loc[overall["metric"].isin(METRICS), list(CURVE_COLUMNS)])

@@ -1,12 +1,5 @@
-"""Fine-tune a model in this process as `fairseq-train` would: its Trainer, the plugin's task and criterions.
+"""Fine-tune a model in this process as `fairseq-train` would: its Trainer, the plugin's task and criterions."""
 
-with fine_tuned(model, prompts, method="lcgd", lr=0.3) as tuned:
-    ft = observe(tuned, prompts)
-"""
-
-from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
-
-# isort: split
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 COMPONENTS = {"task": TASK_DATACLASS_REGISTRY, "criterion": CRITERION_DATACLASS_REGISTRY}
 COMPONENTS |= {"optimizer": OPTIMIZER_DATACLASS_REGISTRY, "lr_scheduler": LR_SCHEDULER_DATACLASS_REGISTRY}
-Watch = Callable[[int, Model, Model], None]
-"""Hears of training: (demonstrations learnt from, the model as it is then, the base model)."""
+Watch = Callable[[int, Model, Model], None]  # (demonstrations learnt from, the model as it is then, the base model)
 
 
 @contextmanager
@@ -82,8 +74,7 @@ def fine_tuned(
             `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
 
     Yields:
-        The fine-tuned model: `training_queries` and `gradients` (a table: step, layer, parameter, norm) are what was
-            recorded meanwhile.
+        The fine-tuned model, with recorded `training_queries` and `gradients` (a table: step, layer, parameter, norm).
 
     Example:
         ```python
@@ -100,8 +91,7 @@ def fine_tuned(
     for name, value in how.settings.items():
         if name in settings and SETTINGS[name].check(settings[name]) != value:
             raise UserError(f"{name}={settings[name]}: method {method} has {name}={value}; leave it out")
-    if chosen.lr is None:
-        chosen = replace(chosen, lr=how.lr)
+    chosen = replace(chosen, lr=how.lr if chosen.lr is None else chosen.lr)
     if chosen.lr is None and how.reads(SETTINGS["lr"]):
         raise UserError("lr: no learning rate was given; give lr=RATE (the papers': fairseq-icl datasets NAME)")
     if not prompts.finetuning:
@@ -135,8 +125,7 @@ def similar_layers(
 ) -> str:
     """The layers, such as 2-4, that move most as ICL moves them when the method learns in all of them.
 
-    A layer's similarity is `sim_aou_heads` on rows of the train split, averaged over rows and heads; those layers next
-    to each other are taken whose similarities have the largest sum.
+    Those next to each other of the largest sum of `sim_aou_heads`, averaged over heads and rows of the train split.
     """
     own = {name: getattr(settings, name) for name in OF_TRAINING} | {"layers": None}
     rows = train_queries(model, prompts, settings, settings.selection_rows)
@@ -225,10 +214,7 @@ def own_copy_of_what_learns(model: PretrainedLM) -> Iterator[dict[str, Tensor]]:
 
 
 def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> int:
-    """fairseq's training loop without its checkpoints; `after_item` hears of the items of every update.
-
-    Returns how many updates were skipped because their gradients overflowed in fp16.
-    """
+    """fairseq's training loop without checkpoints; `after_item` hears of items. Returns the updates skipped in fp16."""
     trainer = Trainer(config, task, model, task.build_criterion(config.criterion))
     updates = 0
     for epoch in range(1, config.optimization.max_epoch + 1):
@@ -254,34 +240,24 @@ def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callabl
 
 
 def fairseq_config(options: Mapping[str, Any]) -> DictConfig:
-    """fairseq's configuration with these options of `fairseq-train`, built without a command line.
-
-    `options` are the flags' names (`clip_norm`) and values; task, criterion, optimizer and scheduler are names.
-    """
-    config = OmegaConf.structured(FairseqConfig)
-    rest = dict(options)
+    """fairseq's configuration with these options of `fairseq-train` (`clip_norm` ...), without a command line."""
+    config, rest = OmegaConf.structured(FairseqConfig), dict(options)
     with flag_override(config, ["allow_objects", "struct"], [True, False]):
         for group, registry in COMPONENTS.items():
-            config[group] = _component(group, rest.pop(group), registry)
+            name = rest.pop(group)
+            if registry.get(name) is not None:
+                config[group] = OmegaConf.structured(registry[name])
+                config[group]._name = name
+            elif group == "optimizer" and name in OPTIMIZER_REGISTRY:
+                parser = argparse.ArgumentParser()  # parts older than fairseq's dataclasses, such as SGD: only flags
+                OPTIMIZER_REGISTRY[name].add_args(parser)
+                config[group] = argparse.Namespace(optimizer=name, lr=[0.0], **vars(parser.parse_args([])))
+            else:
+                raise UserError(f"--{group.replace('_', '-')} {name}: unknown to fairseq; {nearest(name, registry)}")
         config.model = {"_name": rest.pop("arch")}
         for name, value in rest.items():
             _set_option(config, name, value)
     return config
-
-
-def _component(group: str, name: str, registry: Mapping[str, type | None]) -> Any:
-    """Default configuration of a registered task, criterion, optimizer or scheduler."""
-    dataclass = registry.get(name)
-    if dataclass is not None:
-        component = OmegaConf.structured(dataclass)
-        with flag_override(component, "struct", False):
-            component._name = name
-        return component
-    if group != "optimizer" or name not in OPTIMIZER_REGISTRY:
-        raise UserError(f"--{group.replace('_', '-')} {name}: unknown to fairseq; {nearest(name, registry)}")
-    parser = argparse.ArgumentParser()  # parts of fairseq older than its dataclasses, such as SGD, declare flags only
-    OPTIMIZER_REGISTRY[name].add_args(parser)
-    return argparse.Namespace(optimizer=name, lr=[0.0], **vars(parser.parse_args([])))
 
 
 def _set_option(config: DictConfig, name: str, value: Any) -> None:

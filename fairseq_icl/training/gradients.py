@@ -29,17 +29,14 @@ from fairseq_icl.results.gradient_record import (
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
 
-SampleInfo = tuple[list[int], float, int]
-"""What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
-Limits: TypeAlias = list[float] | pd.DataFrame
-"""Per layer; or by step: demonstration and norms (list, one per layer)."""
+SampleInfo = tuple[list[int], float, int]  # file rows of an update, its loss in nats summed over tokens, sample size
+Limits: TypeAlias = list[float] | pd.DataFrame  # per layer; or by step: demonstration and norms (list, one per layer)
 
 
 class LowRank:
     """LoRA: W + B A for every trained matrix W, A (rank, d) with orthonormal rows drawn at random and fixed, B from 0.
 
-    A step of gradient descent on B is G A^T, G the gradient of W: so W moves by G A^T A, and that is all that is done
-    here. With d rows A^T A is the identity.
+    A step of gradient descent on B is G A^T, G the gradient of W: so W moves by G A^T A (G itself if A has d rows).
     """
 
     def __init__(self, rank: int, seed: int) -> None:
@@ -97,8 +94,7 @@ class GradientControl:
     ) -> None:
         """Log, then limit the gradients with which `optimizer` is about to step.
 
-        An update may be made of several steps, each of other layers (training/sequential.py): it is logged and
-        recorded as one, with its `last` step.
+        An update of several steps, each of other layers (`sequential_step`), is logged as one, with its `last` step.
         """
         gradients, factor = true_gradients(optimizer, [parameter for _, _, parameter in self.trained])
         if self.low_rank is not None:
@@ -146,10 +142,7 @@ class GradientControl:
         return nullcontext() if self.whole_layers is None else self.whole_layers.watching(optimizer, first=first)
 
     def begins_update(self) -> bool:
-        """Whether the next batch is the first of an update: fairseq has thrown all gradients away.
-
-        It does so before every update, and also after an overflow in half precision, when no step was taken.
-        """
+        """Whether a batch is the first of an update: fairseq threw all gradients away, as after an overflow in fp16."""
         return all(parameter.grad is None for _, _, parameter in self.trained)
 
     def check_finite(self, optimizer: FairseqOptimizer, loss: float, rows: list[int]) -> None:
@@ -203,10 +196,7 @@ class GradientControl:
 
 
 def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimizer) -> None:
-    """Refuse to train where model, optimizer and the setting `precision` are not of one mind.
-
-    Both follow from --precision on a command line, and in Python; a configuration written by hand may differ.
-    """
+    """Refuse a configuration, written by hand, in which model, optimizer and the setting `precision` do not agree."""
     dtype = next(model.parameters()).dtype
     has_masters = isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer)
     if dtype != DTYPES[precision] or (precision != "fp32" and not has_masters):
@@ -221,21 +211,16 @@ def gradient_control(
     *,
     linearized: bool = False,
 ) -> GradientControl:
-    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value.
-
-    A linearized model has gradients of what learns alone: its record says nothing of whole layers.
-    """
+    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value."""
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
+    # A linearized model has gradients of what learns alone.
     whole = WholeLayers(decoder) if settings.gradient_norms == "all" and not linearized else None
     low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == "lora" else None
     return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole, low_rank)
 
 
 def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFrame | None = None) -> Limits:
-    """The limits that layer_clip_value gives: a list with one per layer, or a table step -> (demonstration, norms).
-
-    `record` is a gradient record that stands for the value, where it is the name of a method.
-    """
+    """The limits that layer_clip_value, or the `record` of the method that it names, gives: by layer, or by step."""
     if clip == "none":
         if value is not None:
             raise UserError("layer_clip_value: no effect without layer_clip=norm or layer_clip=max")

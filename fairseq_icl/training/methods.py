@@ -21,7 +21,7 @@ from fairseq_icl.training.shallow import shallow_gd
 from fairseq_icl.training.vectors import function_vector, task_vector
 
 ENTRY_POINT_GROUP = "fairseq_icl.methods"
-PROTOCOL: dict[str, Any] = {
+PROTOCOL: dict[str, Any] = {  # what every run of the papers has in common, unless a method says otherwise
     "task": TASK,
     "arch": "pretrained_lm",
     "criterion": "cross_entropy",
@@ -43,13 +43,11 @@ PROTOCOL: dict[str, Any] = {
     "disable_validation": True,
     "distributed_world_size": 1,  # fairseq's default is the number of GPUs: so many demonstrations would be one step
 }
-"""What every run of the papers has in common, unless a method says otherwise."""
 LOSS_SCALE: dict[str, Any] = {"fp16_init_scale": 4, "fp16_scale_window": 256}
 """The authors' in fp16: where the dynamic loss scale starts, and after how many updates without overflow it doubles."""
 PRECISION: dict[str, dict[str, Any]] = {"fp32": {}, "fp16": {"fp16": True, **LOSS_SCALE}, "bf16": {"bf16": True}}
 """Options of fairseq's for each precision: its optimizer with fp32 master weights."""
-RUN_THE_MODEL_ONCE = ("cross_entropy", "layer_causal_ce")
-"""Criterions whose one pass over a batch is the model's own: query vectors are recorded on the way."""
+RUN_THE_MODEL_ONCE = ("cross_entropy", "layer_causal_ce")  # and by its own pass: query vectors are recorded on the way
 VANILLA, LAYER_CAUSAL = ("--criterion", "cross_entropy"), ("--criterion", "layer_causal_ce")
 
 
@@ -138,25 +136,7 @@ def _value_of(text: str) -> Any:
 
 
 SHALLOW = ("lr", "layers", "shallow", "kernel", "shallow_steps", "shallow_batch", "shallow_step")
-_methods: dict[str, Method] = {}
-_entry_points_read = False
-
-
-def register_method(method: Method) -> Method:
-    """Make a method known by its name and return it; a second, different method of the same name is refused.
-
-    Example:
-        ```python
-        register_method(Method("adam", "fine-tuning by Adam", ("--optimizer", "adam"), lr=1e-3))
-        ```
-    """
-    known = _methods.setdefault(method.name, method)
-    if known != method:
-        raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")
-    return method
-
-
-for _method in (
+_built_in = (
     Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", VANILLA),
     Method("lcgd", "layer-causal fine-tuning", LAYER_CAUSAL),
     Method(
@@ -226,8 +206,23 @@ for _method in (
     ),
     Method("alpha", "SimAM_delta between vanilla and layer-causal fine-tuning", compares=("gd", "lcgd")),
     Method("none", "no fine-tuning: ZSL and ICL only"),
-):
-    register_method(_method)
+)
+_methods = {method.name: method for method in _built_in}
+_entry_points_read = False
+
+
+def register_method(method: Method) -> Method:
+    """Make a method known by its name and return it; a second, different method of the same name is refused.
+
+    Example:
+        ```python
+        register_method(Method("adam", "fine-tuning by Adam", ("--optimizer", "adam"), lr=1e-3))
+        ```
+    """
+    known = _methods.setdefault(method.name, method)
+    if known != method:
+        raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")
+    return method
 
 
 def method_names() -> list[str]:
@@ -257,10 +252,7 @@ def check_precision_of(method: Method, settings: Settings) -> None:
 
 
 def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
-    """What to call the way a checkpoint was trained, from its configuration (fairseq's `cfg` as plain containers).
-
-    The registered method whose options are just those of the checkpoint; otherwise the options themselves, in words.
-    """
+    """The method whose options are just those of a checkpoint's configuration (`cfg`), or these options in words."""
     known = [_methods[name] for name in method_names() if _methods[name].trains and not _methods[name].first]
     names = dict.fromkeys(name for method in known for name in method.options)
     found = {name: linearized if name == "linearize" else _saved_option(config, name) for name in names}

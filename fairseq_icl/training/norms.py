@@ -1,16 +1,13 @@
 """Norms: how far a step moves the weights, and of the gradients of whole layers.
 
-**Steps**, |dW| / |W| of what learns in a layer: measured, and made equal if asked.
+**Steps**, |dW| / |W| of what learns in a layer: measured, and made equal if asked. Plain SGD moves by dW = lr *
+gradient, so |dW| is known without looking, and a step of any size is a factor on the gradient. Of other optimizers
+(momentum, weight decay, Adam) |dW| is measured on a copy of the weights; their steps are not made equal, because what
+a factor on the gradient does to them is another question.
 
-Plain SGD moves by dW = lr * gradient, so |dW| is known without looking, and a step of any size is a factor on the
-gradient. Of other optimizers (momentum, weight decay, Adam) |dW| is measured on a copy of the weights; their steps are
-not made equal, because what a factor on the gradient does to them is another question.
-
-**Whole layers** (`gradient_norms=all`): gradients of everything in a layer, whether it learns or not.
-
-This is what the second paper's heat maps show: the norm over all parameters of a layer, of the gradient summed over
-tokens. The gradient of a frozen matrix need not be formed for that. With the inputs X (rows, in) of its product and the
-gradient G (rows, out) of its outputs it is GᵀX, and
+**Whole layers** (`gradient_norms=all`), as in the second paper's heat maps: the norm over all parameters of a layer,
+whether they learn or not, of the gradient summed over tokens. That of a frozen matrix need not be formed: with the
+inputs X (rows, in) of its product and the gradient G (rows, out) of its outputs it is GᵀX, and
 
     |GᵀX|² = sum over pairs of rows (i, j) of (G Gᵀ)_ij (X Xᵀ)_ij,
 
@@ -38,11 +35,10 @@ from fairseq_icl.settings import Settings
 
 def equal_step_size(settings: Settings) -> float | None:
     """The relative size that every layer's step is to have; None: whatever the learning rate makes of it."""
-    if (settings.layer_step == "equal") != (settings.layer_step_size is not None):
-        given, needed = "layer_step=equal", "layer_step_size=SIZE (|dW| / |W| of a step, for instance 0.001)"
-        if settings.layer_step != "equal":
-            given, needed = "layer_step_size", "layer_step=equal"
-        raise UserError(f"{given}: needs {needed}")
+    if settings.layer_step == "equal" and settings.layer_step_size is None:
+        raise UserError("layer_step=equal: needs layer_step_size=SIZE (|dW| / |W| of a step, for instance 0.001)")
+    if settings.layer_step != "equal" and settings.layer_step_size is not None:
+        raise UserError("layer_step_size: needs layer_step=equal")
     return settings.layer_step_size
 
 
@@ -119,10 +115,9 @@ class StepSizes:
 def is_plain_sgd(optimizer: FairseqOptimizer) -> bool:
     """Whether a step is just minus lr times the gradient."""
     inner = optimizer.optimizer  # torch's, whatever fairseq wraps around it for half precision
-    plain = {"momentum": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
-    return type(inner) is torch.optim.SGD and all(
-        group.get(name, value) == value for group in inner.param_groups for name, value in plain.items()
-    )
+    changing = ("momentum", "weight_decay", "nesterov", "maximize")
+    given = [group.get(name) for group in inner.param_groups for name in changing]
+    return type(inner) is torch.optim.SGD and not any(given)
 
 
 def norms_of(tensors: Sequence[Tensor | None], factor: float = 1.0) -> list[float]:
@@ -183,9 +178,7 @@ class WholeLayers:
         def look(gradient: Tensor) -> None:
             self.squares[layer] += _product_square(gradient.detach().flatten(0, -2), inputs) / scale**2
 
-        if not output.requires_grad:  # nothing below learns
-            output.requires_grad_(True)
-        output.register_hook(look)
+        output.requires_grad_(True).register_hook(look)  # also where nothing below learns
 
     @property
     def norms(self) -> list[float]:
@@ -194,12 +187,9 @@ class WholeLayers:
 
 
 def _product_square(gradient: Tensor, inputs: Tensor) -> float:
-    """|GᵀX|² of a gradient G (rows, out) and inputs X (rows, in), whichever way has fewer operations.
-
-    Sums over pairs of rows are in fp64: where tokens' gradients cancel, digits would.
-    """
+    """|GᵀX|² of a gradient G (rows, out) and inputs X (rows, in), whichever way has fewer operations."""
     rows, width, height = len(inputs), inputs.size(1), gradient.size(1)
     if rows * (width + height) >= width * height:
         return norms_of([torch.mm(gradient.float().t(), inputs.float())])[0] ** 2
-    gradient, inputs = gradient.double(), inputs.double()
+    gradient, inputs = gradient.double(), inputs.double()  # where tokens' gradients cancel, digits would
     return float((torch.mm(gradient, gradient.t()) * torch.mm(inputs, inputs.t())).sum())

@@ -46,9 +46,6 @@ from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.layer_causal import before_unembedding, check_decoder, unembedding_losses
 
-Errors = Callable[[Tensor, Tensor], Tensor]
-"""(values of f at some demonstrations (L, m, d), their numbers (m,)) -> e (L, m, d)."""
-
 
 @dataclass(frozen=True)
 class Weigh:
@@ -94,7 +91,7 @@ class Step:
 
 def descend(
     inputs: Tensor,
-    errors: Errors,
+    errors: Callable[[Tensor, Tensor], Tensor],
     weigh: Weigh,
     *,
     rate: float,
@@ -105,8 +102,8 @@ def descend(
 ) -> list[Step]:
     """Functional gradient descent from f = 0 on demonstrations with inputs (L, n, d).
 
-    `gammas`: inputs (L, n, d) -> gamma of each layer, (L,), which makes it gd++. `decay`: of f itself, each step, as
-    ridge regression has it.
+    `errors`: f at some of them (L, m, d), their numbers (m,) -> e (L, m, d). `gammas`: inputs (L, n, d) -> gamma of a
+    layer, (L,), which makes it gd++. `decay`: of f itself, each step, as ridge regression has it.
     """
     n = inputs.size(1)
     made: list[Step] = []
@@ -179,15 +176,10 @@ def shallow_gd(model: Model, prompts: Prompts, settings: Settings) -> Shallow:
             raise UserError("shallow=ridge: this model's label embeddings are not as wide as its states; use linear")
         steps = ridge(examples.inputs, targets.expand_as(examples.inputs), weigh, rate)
     else:
-        steps = descend(
-            examples.inputs,
-            partial(cross_entropy_errors, decoder, examples),
-            weigh,
-            rate=rate,
-            steps=settings.shallow_steps,
-            one_at_a_time=settings.shallow_batch == "one",
-            gammas=inverse_of_largest_eigenvalue if settings.shallow_step == "gd++" else None,
-        )
+        errors, one = partial(cross_entropy_errors, decoder, examples), settings.shallow_batch == "one"
+        gammas = inverse_of_largest_eigenvalue if settings.shallow_step == "gd++" else None
+        number = settings.shallow_steps
+        steps = descend(examples.inputs, errors, weigh, rate=rate, steps=number, one_at_a_time=one, gammas=gammas)
     if not all(bool(step.coefficients.isfinite().all()) for step in steps):
         raise UserError("shallow_gd: diverged, its functions are NaN or infinite; lower lr")
     return Shallow(steps, weigh, layers)
@@ -225,10 +217,8 @@ def demonstration_states(model: Model, prompts: Prompts, layers: range) -> Examp
         run_edited(decoder, run_prefix(decoder, prompts.start), inputs, recorder)
 
     model.evaluate(run)
-    kept = [
-        recorder.stacked(part)[layers.start : layers.stop] for part in (recorder.received, recorder.after_attention)
-    ]
-    received, after = map(at_least_single, kept)
+    kept = (recorder.received, recorder.after_attention)
+    received, after = (at_least_single(recorder.stacked(part)[layers.start : layers.stop]) for part in kept)
     return Examples(received, after, labels.to(received.device))
 
 
@@ -236,21 +226,18 @@ def check_residual(decoder: Any, tokens: Sequence[int]) -> None:
     """Refuse a model that does something to the attention's output before, or right after, it is added to its input."""
     device = next(decoder.parameters()).device
     last = torch.tensor([len(tokens) - 1], device=device)
-    recorder, found = Recorder(), dict[int, Tensor]()
-
-    def look(number: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[number] = args[0][last, 0]
-
+    recorder, found = Recorder(), dict[nn.Module, Tensor]()
+    norms = [getattr(layer, "final_layer_norm", None) for layer in decoder.layers]
     with ExitStack() as hooks:
-        for number, layer in enumerate(decoder.layers):
-            if hasattr(layer, "final_layer_norm"):  # receives the sum, where attention and MLP follow each other
-                hooks.enter_context(layer.final_layer_norm.register_forward_pre_hook(partial(look, number)))
+        for norm in filter(None, norms):  # they receive the sum, where attention and MLP follow each other
+            look = norm.register_forward_pre_hook(lambda module, args: found.update({module: args[0][last, 0]}))
+            hooks.enter_context(look)
         hooks.enter_context(edited(decoder, recorder, torch.zeros_like(last), last))
         decoder.extract_features(torch.tensor([tokens], device=device), None)
-    for number, layer in enumerate(decoder.layers):
+    for number, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
         side_by_side = getattr(layer, "parallel_residual", False) and layer.normalize_before
         (expected,) = recorder.after_attention[number]
-        if not side_by_side and not (number in found and torch.allclose(found[number], expected, rtol=1e-3, atol=1e-4)):
+        if not side_by_side and not (norm in found and torch.allclose(found[norm], expected, rtol=1e-3, atol=1e-4)):
             raise UserError(
                 "shallow_gd: this model norms or scales what its attention puts out before it is added to the state, "
                 "so a function cannot be learnt there; use lcgd"

@@ -20,22 +20,16 @@ from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing.probe import attention_modules, detached, is_plain
 from fairseq_icl.settings import SETTINGS, Settings
 
-BEFORE_SOFTMAX = ("q_", "k_")
-"""How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
-
 
 def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
-    """Freeze all parameters but those that `train_parameters`, `biases` and `softmax_gradient` let learn.
-
-    Returns what learns, in words: "4 tensors, layers 28 to 29, 0.9 million parameters".
-    """
+    """Freeze all but what the settings let learn: in words "4 tensors, layers 28 to 29, 0.9 million parameters"."""
     is_lora = settings.train_parameters == "lora"  # key and value projections in a random subspace (gradients.py)
     parts = SETTINGS["train_parameters"].default if is_lora else settings.train_parameters
     model.freeze_all_but(parts, biases=not is_lora and settings.biases == "trained")
     if settings.softmax_gradient == "stopped":
         for module in attention_modules(model.decoder):
             for name, parameter in module.named_parameters():
-                if name.startswith(BEFORE_SOFTMAX):
+                if name.startswith(("q_", "k_")):  # before the softmax: q_proj, k_proj, q_norm, k_norm
                     parameter.requires_grad_(False)
         if not model.trained_names:
             raise UserError(
@@ -55,10 +49,15 @@ def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
 def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:
     """Hooks on a decoder of which queries and keys are frozen; they act in passes that keep a graph."""
     hooks: list[RemovableHandle] = []
+
+    def detach_query_and_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        by_name = {name: detached(kwargs[name]) for name in ("query", "key") if name in kwargs}
+        return (*map(detached, args[:2]), *args[2:]), kwargs | by_name
+
     for module in attention_modules(decoder):
         if is_plain(module):
             # fairseq's fused attention never calls q_proj and k_proj, but projects the three inputs it is given.
-            hooks.append(module.register_forward_pre_hook(_detach_query_and_key, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(detach_query_and_key, with_kwargs=True))
         elif isinstance(module, MultiheadAttention):
             raise UserError(
                 "softmax_gradient=stopped: not implemented for this model's attention (extra keys, or xformers); "
@@ -68,10 +67,3 @@ def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:
             parts = (module.q_proj, module.k_proj)
             hooks += [part.register_forward_hook(lambda _, __, output: detached(output)) for part in parts]
     return hooks
-
-
-def _detach_query_and_key(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    by_name = {name: detached(kwargs[name]) for name in ("query", "key") if name in kwargs}
-    return (*map(detached, args[:2]), *args[2:]), kwargs | by_name

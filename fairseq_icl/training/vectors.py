@@ -127,10 +127,7 @@ def context_that_tells_nothing(model: Model, prompts: Prompts) -> Tokens:
 def label_logprobs(
     model: Model, context: Tokens, queries: Sequence[Query], edit: StateEdit, versions: int = 1
 ) -> Iterator[Tensor]:
-    """Of each query, the log-probability of its right label's first token under the edit: (versions,).
-
-    The query's last token runs `versions` times side by side; the edit sees one row for each.
-    """
+    """Of each query the log-probability of its right label's first token, (versions,): the edit sees a row for each."""
     decoder = model.lm.decoder
     prefix = model.evaluate(lambda: run_prefix(decoder, context))
     for query in queries:
