@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fairseq_icl.compat.command_line import flag, flags_of
 from fairseq_icl.errors import UserError
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.layer_causal import check_decoder, cut_after, decoder_of, layer_losses, layer_of_cut
+from fairseq_icl.training.layer_causal import check_decoder, decoder_of, layer_losses, one_layer_of, skipped
 from fairseq_icl.training.match_icl import Targets, icl_targets, matching_losses
 
 NAME = "layer_causal_ce"
@@ -110,14 +110,17 @@ class ShortCircuitCrossEntropy(CrossEntropyCriterion):
 
     def check_decoder(self, decoder: Any) -> int:
         """The layer of the cut; a UserError if this decoder does not have it."""
-        return layer_of_cut(self.layers, len(decoder.layers))
+        last = len(decoder.layers) - 1
+        return (
+            last if self.layers is None else one_layer_of(self.layers, last + 1, "a short circuit is after one layer")
+        )
 
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """What fairseq's cross_entropy returns."""
         decoder = decoder_of(model)
-        with cut_after(decoder, self.check_decoder(decoder)):
+        with skipped(list(decoder.layers)[self.check_decoder(decoder) + 1 :]):
             loss, sample_size, logs = super().forward(model, sample, reduce)
         return loss, sample_size, logs
 

@@ -4,7 +4,7 @@ Each prompt runs whole and by itself, by the decoder's own code, with hooks: slo
 plain to check.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +26,7 @@ from fairseq_icl.prompts import Tokens
 from fairseq_icl.prompts.build import Prompts, Query
 
 RECORDS = ("attention_output", "residual", "mlp", "heads", "scores")
-MAX_BYTES = 2**31
-"""How much may be recorded at once."""
+MAX_BYTES = 2**31  # that may be recorded at once
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,8 @@ class Activations:
     residual: Tensor | None = None  # (n, L + 1, P, d) what enters the first layer, then what leaves each layer
     mlp: Tensor | None = None  # (n, L, P, d) what the feed-forward block puts out, before the residual
     heads: Tensor | None = None  # (n, L, H, P, D) what each head puts out, before the output projection
-    scores: Tensor | None = None
-    """(n, L, H, P, T) before the softmax over the prompt's tokens, of which those not seen have -inf."""
-    words: tuple[tuple[str, ...], ...] = ()
-    """The tokens as texts, if the prompts are of `build_prompts`."""
+    scores: Tensor | None = None  # (n, L, H, P, T) before the softmax over the prompt's tokens; not seen ones have -inf
+    words: tuple[tuple[str, ...], ...] = ()  # the tokens as texts, if the prompts are of `build_prompts`
 
     def __repr__(self) -> str:
         arrays = {name: getattr(self, name) for name in ("tokens", "position", *RECORDS)}
@@ -66,17 +63,31 @@ def read_activations(
     record: str | Sequence[str],
 ) -> Activations:
     """What `observe` says of `positions` and `record`; without positions the token that it observes anyway."""
-    decoder, was_training = model.lm.decoder, model.lm.training
+    decoder, was_training, position = model.lm.decoder, model.lm.training, prompts.settings.position
     names = (record,) if isinstance(record, str) else tuple(record) or ("attention_output",)
-    _check_names(names, decoder)
+    for name in names:
+        if name not in RECORDS:
+            raise UserError(f"record={name}: not something to record; choose from {', '.join(RECORDS)}")
+    if "mlp" in names and any(_feed_forward_of(layer) is None for layer in decoder.layers):
+        raise UserError("record=mlp: this model's feed-forward block was not recognised; leave it out")
+    if {"heads", "scores"} & set(names) and not supports_prefix(decoder):
+        raise UserError("record: this model's attention has extras (biases, xformers); leave out heads and scores")
     before = prompts.context if in_context else prompts.start
-    prompted = [(*before, *recorded_tokens(query, prompts.settings.position)) for query in queries]
+    prompted = [(*before, *recorded_tokens(query, position)) for query in queries]
     places = [_places((-1,) if positions is None else positions, len(tokens)) for tokens in prompted]
     most, longest = max(map(len, places)), max(map(len, prompted))
-    _check_size(decoder, names, len(queries), most, longest)
+    attention = attention_modules(decoder)[0]
+    width = max(attention.out_proj.weight.shape)  # of the model, or of all heads if they are wider
+    each = sum(attention.num_heads * longest if name == "scores" else width for name in names)
+    size = 4 * each * most * len(decoder.layers)  # bytes of a query
+    if len(queries) * size > MAX_BYTES:
+        fit = f"limit={MAX_BYTES // size}" if size <= MAX_BYTES else "a list of positions, or record less"
+        raise UserError(
+            f"positions: {len(queries)} queries with {most} positions each take {len(queries) * size / 2**30:.1f} GiB, "
+            f"more than {MAX_BYTES / 2**30:.0f}; give {fit}"
+        )
     model.lm.eval()
     arrays: dict[str, Any] = {name: [] for name in names}
-    position = prompts.settings.position
     for query, tokens, at in zip(queries, prompted, places, strict=True):
         last = len(before) + len(query.inputs[query.gold if position == "gold" else 0]) - 1
         for name, array in _one_prompt(model, tokens, at, names, last).items():
@@ -89,16 +100,6 @@ def read_activations(
     return Activations(filled_up(prompted, -1), filled_up(places, -1), **arrays, words=words)
 
 
-def _check_names(names: Sequence[str], decoder: Any) -> None:
-    for name in names:
-        if name not in RECORDS:
-            raise UserError(f"record={name}: not something to record; choose from {', '.join(RECORDS)}")
-    if "mlp" in names and any(_feed_forward_of(layer) is None for layer in decoder.layers):
-        raise UserError("record=mlp: this model's feed-forward block was not recognised; leave it out")
-    if {"heads", "scores"} & set(names) and not supports_prefix(decoder):
-        raise UserError("record: this model's attention has extras (biases, xformers); leave out heads and scores")
-
-
 def _places(positions: str | Sequence[int], length: int) -> Tokens:
     """Which tokens of a prompt of `length` are meant; negative numbers count from its end."""
     if positions == "all":
@@ -109,19 +110,6 @@ def _places(positions: str | Sequence[int], length: int) -> Tokens:
         if not -length <= at < length:
             raise UserError(f"positions: there is no token {at} in a prompt of {length}; count from 0, or from -1 back")
     return tuple(at % length for at in positions)
-
-
-def _check_size(decoder: Any, names: Sequence[str], queries: int, places: int, longest: int) -> None:
-    attention = attention_modules(decoder)[0]
-    width = max(attention.out_proj.weight.shape)  # of the model, or of all heads if they are wider
-    each = sum(attention.num_heads * longest if name == "scores" else width for name in names)
-    size = 4 * each * places * len(decoder.layers)  # bytes of a query
-    if queries * size > MAX_BYTES:
-        fit = f"limit={MAX_BYTES // size}" if size <= MAX_BYTES else "a list of positions, or record less"
-        raise UserError(
-            f"positions: {queries} queries with {places} positions each take {queries * size / 2**30:.1f} GiB, "
-            f"more than {MAX_BYTES / 2**30:.0f}; give {fit}"
-        )
 
 
 def _feed_forward_of(layer: Any) -> Any:
@@ -139,7 +127,7 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
     def run() -> dict[str, Tensor]:
         kept: dict[str, list[Tensor]] = {name: [] for name in RECORDS}
 
-        def keep(name: str, output: Any) -> None:  # a batch of one: (T, 1, d), (1, T, d) or (T, d)
+        def keep(name: str, module: Any, args: Any, output: Any) -> None:  # of one: (T, 1, d), (1, T, d) or (T, d)
             output = output[0] if isinstance(output, tuple) else output
             kept[name].append(output.reshape(len(tokens), -1)[at].to(device))
 
@@ -155,11 +143,11 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
         with ExitStack() as hooks:
             hooks.enter_context(edited(decoder, model.edit, *torch.tensor([[0], [last]], device=device)))
             hooks.enter_context(positions_from(decoder, 0))
-            hooks.enter_context(decoder.layers[0].register_forward_pre_hook(lambda _, args: keep("residual", args[0])))
+            hooks.enter_context(decoder.layers[0].register_forward_pre_hook(lambda m, x: keep("residual", m, x, x)))
             for layer, attention in zip(decoder.layers, attention_modules(decoder), strict=True):
                 outputs = {"attention_output": attention, "mlp": _feed_forward_of(layer), "residual": layer}
                 for name in set(names) & set(outputs):
-                    hooks.enter_context(outputs[name].register_forward_hook(partial(_hear, partial(keep, name))))
+                    hooks.enter_context(outputs[name].register_forward_hook(partial(keep, name)))
             if {"heads", "scores"} & set(names) or (model.edit is not None and model.edit.sees_heads):
                 hooks.enter_context(replaced_attention(decoder, attend))
             decoder.extract_features(torch.tensor([tokens], device=device), None)
@@ -169,7 +157,3 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
     for layer, window in windows.items() if "scores" in seen else ():
         seen["scores"][layer].masked_fill_(~band(len(tokens), window or len(tokens))[at], -torch.inf)
     return seen
-
-
-def _hear(keep: Callable[[Any], None], module: Any, args: Any, output: Any) -> None:
-    keep(output)

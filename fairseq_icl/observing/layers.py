@@ -10,7 +10,7 @@ log-probability, and so all of U for every layer.
 And the last layer computes only what somebody reads: its feed-forward block at the tokens whose logits are wanted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_icl.models import Model
-from fairseq_icl.models.attention import replaced_forward
 from fairseq_icl.observing.layout import Layout
 
 
@@ -69,7 +68,10 @@ def scores_by_depth(model: Model, layout: Layout, features: Tensor, scores: Tens
     is_one_matrix = decoder.adaptive_softmax is None and isinstance(decoder.output_projection, nn.Linear)
     if len(layout.logit_sequence) == len(scores) and is_one_matrix:
         tokens, place = layout.entry_token.unique(return_inverse=True)  # (K,), (E,)
-        values = model.evaluate(lambda: _option_logits(decoder, features, tokens))  # (L - 1, R, K)
+        head = decoder.output_projection
+        values = model.evaluate(
+            lambda: F.linear(features, head.weight[tokens], None if head.bias is None else head.bias[tokens])
+        )  # (L - 1, R, K)
         entries = values.float().cpu()[:, layout.entry_logits, place]  # (L - 1, E)
         inner = [layout.by_option(layer) for layer in entries]
     else:
@@ -80,17 +82,8 @@ def scores_by_depth(model: Model, layout: Layout, features: Tensor, scores: Tens
     return torch.stack([*(layer.log_softmax(dim=1) for layer in inner), scores], dim=1)
 
 
-def _option_logits(decoder: Any, features: Tensor, tokens: Tensor) -> Tensor:
-    """Logits of some tokens alone: features (..., d), tokens (K,) -> (..., K)."""
-    head = decoder.output_projection
-    return F.linear(features, head.weight[tokens], None if head.bias is None else head.bias[tokens])
-
-
 def last_feed_forward_at(decoder: Any, sequence: Tensor, position: Tensor) -> AbstractContextManager[None]:
-    """Inside, the last layer's feed-forward block runs at R tokens only: number `position[r]` of `sequence[r]`.
-
-    The others leave the layer without its contribution, so nothing may read them.
-    """
+    """Inside, the last feed-forward block runs at tokens `position[r]` of `sequence[r]`: nothing may read others."""
     layer = decoder.layers[-1]
     if not hasattr(layer, "feed_forward"):
         return only_at([layer.fc1], layer.fc2, position, sequence)
@@ -109,21 +102,15 @@ def only_at(enters: Sequence[nn.Module], leaves: nn.Module, first: Tensor, secon
     """
     shape: list[int] = []  # (S, T) of the pass that runs
 
-    def at_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(x: Tensor, *args: Any) -> Tensor:  # (S, T, d) -> (1, R, ...)
-            shape[:] = x.shape[:2]
-            return forward(x[first, second][None], *args)
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:  # (S, T, d) -> (1, R, d)
+        shape[:] = args[0].shape[:2]
+        return (args[0][first, second][None], *args[1:])
 
-        return run
+    def leave(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> Tensor:  # (1, R, ...) -> (S, T, d)
+        return result.new_zeros(*shape, result.size(-1)).index_put((first, second), result[0])
 
-    def put_back(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(x: Tensor, *args: Any) -> Tensor:  # (1, R, ...) -> (S, T, d)
-            result = forward(x, *args)[0]
-            return result.new_zeros(*shape, result.size(-1)).index_put((first, second), result)
-
-        return run
-
-    replaced = dict.fromkeys(enters, at_rows)
-    replaced[leaves] = (lambda forward: put_back(at_rows(forward))) if leaves in enters else put_back
-    with replaced_forward(replaced):
+    with ExitStack() as hooks:
+        for module in enters:
+            hooks.enter_context(module.register_forward_pre_hook(enter))
+        hooks.enter_context(leaves.register_forward_hook(leave))
         yield

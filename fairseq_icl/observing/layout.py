@@ -31,11 +31,10 @@ def plan_batches(
     """
     batches: list[list[int]] = []
     tokens = 0
-    for index in sorted(range(len(queries)), key=lambda index: (queries[index].longest, index)):
+    for index in sorted(range(len(queries)), key=lambda index: queries[index].longest):  # stable: then by number
         own = sum(map(len, sequences_of(queries[index], "option0")))
         tokens += own
-        is_full = bool(batches) and len(batches[-1]) == max_queries
-        if not batches or is_full or tokens > max_tokens:
+        if not batches or len(batches[-1]) == max_queries or tokens > max_tokens:
             batches.append([])
             tokens = own
         batches[-1].append(index)
@@ -109,12 +108,6 @@ class Layout:
             edited_position=self.edited_position - length,
         )
 
-    @property
-    def first_row(self) -> Tensor:
-        """(n,) row of logits that predicts the first label token of each query's option 0."""
-        start = torch.full_like(self.num_options, len(self.logit_sequence))
-        return start.scatter_reduce(0, self.entry_query, self.entry_logits, "amin")
-
     def option_scores(self, log_probs: Tensor) -> Tensor:
         """Mean log-probability of each option's label tokens, -inf where a query has fewer options: (n, C)."""
         return self.by_option(log_probs[self.entry_logits, self.entry_token].float().cpu() * self.entry_weight)
@@ -130,8 +123,7 @@ class Layout:
 def filled_up(sequences: Sequence[Sequence[int]], filling: int = 0) -> Tensor:
     """Sequences filled up on the right: (B, T).
 
-    That of what runs is token 0 and not the padding symbol: attention is causal, so nothing that is read sees it, and
-    without padding symbols fairseq builds no padding mask.
+    Not with the padding symbol, for which fairseq builds a mask: attention is causal, so nothing that is read sees it.
     """
     filled = torch.full((len(sequences), max(map(len, sequences))), filling, dtype=torch.long)
     for row, sequence in zip(filled, sequences, strict=True):
@@ -168,38 +160,23 @@ def lay_out(queries: Sequence[Query], position: str) -> Layout:
         sequences += own
         shown = recorded_tokens(query, position)
         recorded.append((first + bisect_left(own, shown), len(shown) - 1))
-        inputs = dict.fromkeys(query.inputs)
-        edited += [
-            (first + place, len(tokens) - 1)
-            for place, sequence in enumerate(own)
-            for tokens in inputs
-            if sequence[: len(tokens)] == tokens
-        ]
+        for place, sequence in enumerate(own, first):
+            inputs = [tokens for tokens in dict.fromkeys(query.inputs) if sequence[: len(tokens)] == tokens]
+            edited += [(place, len(tokens) - 1) for tokens in inputs]
         for option, (tokens, label) in enumerate(zip(query.inputs, query.labels, strict=True)):
             for offset, token in enumerate(label):
                 before = tokens + label[:offset]
-                place = (first + bisect_left(own, before), len(before) - 1)  # the first one that begins with it
-                entries.append((number, option, logit_rows.setdefault(place, len(logit_rows)), token))
-    weights = [1 / len(queries[number].labels[option]) for number, option, _, _ in entries]
-    logit_sequence, logit_position = torch.tensor(list(logit_rows)).unbind(1)
-    entry_query, entry_option, entry_logits, entry_token = torch.tensor(entries).unbind(1)
-    recorded_sequence, recorded_position = torch.tensor(recorded).unbind(1)
-    edited_sequence, edited_position = torch.tensor(edited).unbind(1)
-    return Layout(
-        sequences=tuple(sequences),
-        num_options=torch.tensor([len(query.labels) for query in queries]),
-        logit_sequence=logit_sequence,
-        logit_position=logit_position,
-        entry_query=entry_query,
-        entry_option=entry_option,
-        entry_logits=entry_logits,
-        entry_token=entry_token,
-        entry_weight=torch.tensor(weights),
-        recorded_sequence=recorded_sequence,
-        recorded_position=recorded_position,
-        edited_sequence=edited_sequence,
-        edited_position=edited_position,
-    )
+                at = (first + bisect_left(own, before), len(before) - 1)  # the first one that begins with it
+                entries.append((number, option, logit_rows.setdefault(at, len(logit_rows)), token))
+    tensors = [
+        torch.tensor([len(query.labels) for query in queries]),
+        *torch.tensor(list(logit_rows)).unbind(1),
+        *torch.tensor(entries).unbind(1),
+        torch.tensor([1 / len(queries[number].labels[option]) for number, option, _, _ in entries]),
+        *torch.tensor(recorded).unbind(1),
+        *torch.tensor(edited).unbind(1),
+    ]
+    return Layout(tuple(sequences), *tensors)  # in the order of its fields
 
 
 def recorded_tokens(query: Query, position: str) -> Tokens:

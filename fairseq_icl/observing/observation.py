@@ -9,8 +9,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +19,12 @@ from torch import Tensor
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.files import reason_of
+from fairseq_icl.observing.activations import Activations
 
-if TYPE_CHECKING:
-    from fairseq_icl.observing.activations import Activations
-
-AT_ONCE = 64
-"""Examples that are in memory together."""
+AT_ONCE = 64  # examples that are in memory together
 FILLED = {"attention_row": (True, 0.0), "option_logprobs": (False, -torch.inf), "depth_scores": (False, -torch.inf)}
 """Fields as wide as the longest row or the most options, filled up with: on the left?, the value."""
-LARGE = 2**20
-"""Bytes from which a tensor is kept in a file."""
+LARGE = 2**20  # bytes from which a tensor is kept in a file
 
 
 class TensorStore:
@@ -35,11 +32,20 @@ class TensorStore:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._file: mmap.mmap | None = None
-        if prod(shape) * dtype.itemsize < LARGE:
+        size = prod(shape) * dtype.itemsize
+        if size < LARGE:
             self.tensor = torch.zeros(tuple(shape), dtype=dtype)
-        else:
-            self._file = _mapped(prod(shape) * dtype.itemsize)
-            self.tensor = torch.frombuffer(self._file, dtype=dtype).view(tuple(shape))  # keeps the mapping
+            return
+        try:
+            with tempfile.TemporaryFile(prefix="fairseq-icl-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a disk that fills up later would end the process (SIGBUS)
+                self._file = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise UserError(
+                f"no room for {size / 2**20:.0f} MiB of what is observed in the folder of temporary files "
+                f"({reason_of(error)}); free some space there, or let TMPDIR name a folder on another disk"
+            ) from error
+        self.tensor = torch.frombuffer(self._file, dtype=dtype).view(tuple(shape))  # keeps the mapping
 
     def release(self) -> None:
         """Give back the memory behind what was read or written; the file keeps the numbers."""
@@ -63,31 +69,22 @@ class Observation:
     context_row: Tensor | None = None  # (n, L, P) scores over the context, summed over the heads
     label_prior: Tensor | None = None  # (n, C) log of the options' mean probability on inputs without content
     label_prior_normalised: Tensor | None = None  # (n, C) the same, made shares of 1 at every input before the mean
-    demonstration_logprob: Tensor | None = None
-    """(n,) mean log-probability of the tokens that fine-tuning on the example would score (ZSL and FT, if wanted)"""
+    demonstration_logprob: Tensor | None = None  # (n,) mean over tokens that fine-tuning on it would score (not ICL)
     depth_scores: Tensor | None = None  # (n, L, C) of the model cut after each layer; the last is option_logprobs
     top_tokens: Tensor | None = None  # (n, K) the most likely next tokens where the label (of option 0) begins
     top_logprobs: Tensor | None = None  # (n, K) their log-probabilities, largest first
     training_queries: Mapping[int, Tensor] | None = None
     """Of a fine-tuned model: row of the train file -> query vectors (L, tokens, d) recorded before learning from it."""
-    method: str = "none"
-    """How the model was fine-tuned."""
-    init: str = "pretrained"
-    """What was kept of its checkpoint."""
-    precision: str = "fp32"
-    """In which the model computed it; the tensors here are fp32, of values that this precision has."""
-    device: str = "cpu"
-    """Where the model computed it, and where metrics of it are computed."""
-    skipped_updates: int = 0
-    """Steps that fine-tuning left out: their gradients overflowed."""
-    activations: "Activations | None" = None
-    """At other tokens, if `observe` was asked for them; not there in a part of the observation."""
-    stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)
-    """Where its tensors are, if `Gathering` made it."""
+    method: str = "none"  # how the model was fine-tuned
+    init: str = "pretrained"  # what was kept of its checkpoint
+    precision: str = "fp32"  # in which the model computed; the tensors here are fp32, of values that this precision has
+    device: str = "cpu"  # where the model computed it, and where metrics of it are computed
+    skipped_updates: int = 0  # steps that fine-tuning left out: their gradients overflowed
+    activations: Activations | None = None  # at other tokens, if `observe` was asked for them; not in a part of it
+    stores: tuple[TensorStore, ...] = field(default=(), repr=False, compare=False)  # of its tensors, by `Gathering`
 
     def __repr__(self) -> str:
-        layers, width = self.attention_output.shape[1:]
-        options = self.option_logprobs.shape[1]
+        (layers, width), options = self.attention_output.shape[1:], self.option_logprobs.shape[1]
         parts = f"{len(self)} examples, {options} options, {layers} layers of width {width}"
         accuracy = float((self.prediction == self.gold).double().mean()) if len(self) else float("nan")
         return f"Observation({parts}, accuracy {accuracy:.2f}, method {self.method})"
@@ -151,7 +148,15 @@ class Gathering:
         if self._first is None:
             self._first = part.take([])  # what is not by example
         for name, value in part.tensors().items():
-            store = self._store(name, value)
+            store = self._stores.get(name)
+            if store is None or (name in FILLED and value.size(-1) > store.tensor.size(-1)):
+                wider = TensorStore((self.size, *value.shape[1:]), value.dtype)
+                for some in torch.arange(self.size).split(AT_ONCE):
+                    if store is not None:
+                        wider.tensor[some] = _filled_up(name, store.tensor[some], value.size(-1))
+                        wider.release()
+                        store.release()
+                self._stores[name] = store = wider
             store.tensor[places] = _filled_up(name, value, store.tensor.size(-1))
             store.release()
 
@@ -161,20 +166,6 @@ class Gathering:
             raise ValueError("nothing was gathered")
         tensors: dict[str, Any] = {name: store.tensor for name, store in self._stores.items()}
         return replace(self._first, **tensors, stores=tuple(self._stores.values()))
-
-    def _store(self, name: str, value: Tensor) -> TensorStore:
-        """The field's store, as wide as the value at least."""
-        store = self._stores.get(name)
-        if store is not None and not (name in FILLED and value.size(-1) > store.tensor.size(-1)):
-            return store
-        wider = TensorStore((self.size, *value.shape[1:]), value.dtype)
-        if store is not None:
-            for places in torch.arange(self.size).split(AT_ONCE):
-                wider.tensor[places] = _filled_up(name, store.tensor[places], value.size(-1))
-                wider.release()
-                store.release()
-        self._stores[name] = wider
-        return wider
 
 
 def _filled_up(name: str, value: Tensor, width: int) -> Tensor:
@@ -188,23 +179,8 @@ def _filled_up(name: str, value: Tensor, width: int) -> Tensor:
 
 def concatenate(observations: Sequence[Observation]) -> Observation:
     """Observations of the same condition joined; rows and options are filled up to the largest."""
-    gathering = Gathering(sum(map(len, observations)))
-    start = 0
-    for one in observations:
-        for first, part in one.parts():
-            gathering.put(torch.arange(start + first, start + first + len(part)), part)
-        start += len(one)
+    gathering, done = Gathering(sum(map(len, observations))), 0
+    for _, part in chain.from_iterable(one.parts() for one in observations):
+        gathering.put(torch.arange(done, done + len(part)), part)
+        done += len(part)
     return gathering.observation()
-
-
-def _mapped(size: int) -> mmap.mmap:
-    """A new file of so many bytes, all of them reserved: a disk that fills up later would end the process (SIGBUS)."""
-    try:
-        with tempfile.TemporaryFile(prefix="fairseq-icl-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            return mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        raise UserError(
-            f"no room for {size / 2**20:.0f} MiB of what is observed in the folder of temporary files "
-            f"({reason_of(error)}); free some space there, or let TMPDIR name a folder on another disk"
-        ) from error

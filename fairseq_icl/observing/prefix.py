@@ -6,10 +6,10 @@ positions are counted from where the context ends; everything else is the decode
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,9 @@ from fairseq_icl.observing.layers import last_feed_forward_at, only_at
 from fairseq_icl.observing.layout import Packed
 from fairseq_icl.observing.probe import at_least_single, attention_modules, is_plain, seam_of
 
-PIECE = 512
-"""Tokens of a context that run at once."""
+PIECE = 512  # tokens of a context that run at once
+Rows = Tensor | slice
+AfterLayer = Callable[[int, Rule, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,9 @@ class Prefix:
     """Keys and values of a context of P tokens, per layer (H, P, D)."""
 
     length: int
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    momenta: tuple[Tensor | None, ...]
-    """Per layer (H, 1, D): the momentum that the first token behind the context gets; None without momentum."""
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    momenta: Sequence[Tensor | None]  # (H, 1, D) that the first token behind the context gets; None without momentum
 
     def first(self, length: int) -> "Prefix":
         """The first `length` tokens of the context, as views."""
@@ -56,11 +56,8 @@ class Prefix:
 
     def scores(self, query: Tensor) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context, summed over the heads: (n, L, P)."""
-        layers = []
-        for layer, vectors in enumerate(query.unbind(1)):
-            keys = self.keys[layer].transpose(0, 1).flatten(1)  # (P, d), heads concatenated
-            layers.append(vectors @ keys.T)
-        return torch.stack(layers, dim=1)
+        pairs = zip(query.unbind(1), self.keys, strict=True)  # (n, d) and, heads concatenated, (P, d) of each layer
+        return torch.stack([vectors @ keys.transpose(0, 1).flatten(1).T for vectors, keys in pairs], dim=1)
 
     def scores_by_head(self, query: Tensor, start: int) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context from token `start` on: (n, L, H, P - start)."""
@@ -79,51 +76,57 @@ def supports_prefix(decoder: Any) -> bool:
     )
 
 
-def run_prefix(decoder: Any, context: Sequence[int]) -> Prefix:
-    """Run the context once and keep the keys and values of every layer."""
-    like = next(decoder.parameters())
-    empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
-    return extend_prefix(decoder, Prefix(0, empty, empty, (None,) * len(empty)), context)
+def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None) -> Prefix:
+    """Run the context once and keep every layer's keys and values; `known`: those of its first tokens, not to run."""
+    if known is None:
+        like = next(decoder.parameters())
+        empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
+        known = Prefix(0, empty, empty, (None,) * len(empty))
+    keys, values, momenta = list(known.keys), list(known.values), list(known.momenta)
+    nowhere = torch.empty(0, dtype=torch.long)  # nobody reads what the last layer makes of what it receives
 
-
-def extend_prefix(decoder: Any, prefix: Prefix, more: Sequence[int]) -> Prefix:
-    """The prefix with more tokens after it; those that it has do not run again.
-
-    In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
-    """
-    keys, values, momenta = list(prefix.keys), list(prefix.values), list(prefix.momenta)
-    nowhere = torch.empty(0, dtype=torch.long)
-
-    def attend(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        # Nobody reads what the last layer puts out: keys and values are made of what it receives.
-        rows = nowhere if layer == len(keys) - 1 else slice(None)
-        seen = Seen(piece, keys[layer], values[layer], momenta[layer])
-        attended = seen.attend(rule, query, key, value, sinks, rows)
+    def grow(layer: int, rule: Rule, key: Tensor, value: Tensor) -> None:
         if rule.momentum:
             momenta[layer] = decayed_sum(value.transpose(0, 1), rule.momentum, momenta[layer])[1]
         keys[layer] = torch.cat([keys[layer], key.transpose(0, 1)], dim=1)
         values[layer] = torch.cat([values[layer], value.transpose(0, 1)], dim=1)
-        return attended
 
-    for start in range(0, len(more), PIECE):
-        piece = Packed.of([more[start : start + PIECE]])
+    # In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
+    for start in range(known.length, len(context), PIECE):
+        piece = Packed.of([context[start : start + PIECE]])
         with last_feed_forward_at(decoder, nowhere, nowhere):
-            _run(decoder, piece, prefix.length + start, attend, nowhere)
-    return Prefix(prefix.length + len(more), tuple(keys), tuple(values), tuple(momenta))
+            features_on_prefix(decoder, piece, Prefix(start, keys, values, momenta), nowhere, grow)
+    return Prefix(len(context), tuple(keys), tuple(values), tuple(momenta))
 
 
-def features_on_prefix(decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None) -> Tensor:
-    """Decoder features (N, 1, d) of sequences that each follow the prefix.
+def features_on_prefix(
+    decoder: Any, packed: Packed, prefix: Prefix, read: Tensor | None = None, after_layer: AfterLayer | None = None
+) -> Tensor:
+    """Decoder features (N, 1, d) of packed sequences that each follow the prefix; each token is a sequence of its own.
 
     `read` (R,): the only tokens at which the last layer's attention is wanted; the others leave it without.
+    `after_layer` is called with each layer's number, rule, keys and values (N, H, D) of the sequences.
     """
+    tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
 
     def attend(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         rows = read if read is not None and layer == len(prefix.keys) - 1 else slice(None)
+        query, key, value = (part[:, :, 0] for part in (query, key, value))
         seen = Seen(packed, prefix.keys[layer], prefix.values[layer], prefix.momenta[layer])
-        return seen.attend(rule, query, key, value, sinks, rows)
+        attended = seen.attend(rule, query, key, value, sinks, rows)
+        if after_layer is not None:
+            after_layer(layer, rule, key, value)
+        return attended[:, :, None]
 
-    return _run(decoder, packed, prefix.length, attend, read)
+    positions = positions_from(decoder, packed.position + prefix.length)
+    with replaced_attention(decoder, attend), positions, ExitStack() as last:
+        if read is not None:
+            module = attention_modules(decoder)[-1]
+            where = (torch.zeros_like(read), read)  # (1, N, d) with fairseq's attention, (N, 1, d) with others
+            where = where if isinstance(module, MultiheadAttention | RuledAttention) else where[::-1]
+            last.enter_context(only_at([module.out_proj], module.out_proj, *where))
+        features: Tensor = decoder.extract_features(tokens, None)[0]
+    return features
 
 
 def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]], edit: StateEdit) -> Tensor:
@@ -135,37 +138,6 @@ def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]],
         return features_on_prefix(decoder, packed, prefix, ends.unique())[ends, 0]
 
 
-def _run(decoder: Any, packed: Packed, start: int, attend: Callable[..., Tensor], read: Tensor | None) -> Tensor:
-    """Features (N, 1, d) of packed sequences from position `start` on: to the decoder each token is one of its own.
-
-    `attend(layer, rule, query, key, value, sinks)`, with (N, H, D) each, stands in for attention. `read` (R,): the
-    tokens at which the last layer's output projection runs.
-    """
-    tokens = packed.tokens[:, None].to(next(decoder.parameters()).device)
-
-    def stand_in(layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return attend(layer, rule, *(part[:, :, 0] for part in (query, key, value)), sinks)[:, :, None]
-
-    with (
-        replaced_attention(decoder, stand_in),
-        positions_from(decoder, packed.position + start),
-        nullcontext() if read is None else _last_projection_at(decoder, read),
-    ):
-        features: Tensor = decoder.extract_features(tokens, None)[0]
-    return features
-
-
-def _last_projection_at(decoder: Any, rows: Tensor) -> AbstractContextManager[None]:
-    """Inside, the last layer's output projection runs at these tokens of a packed pass, (1, N, d) or (N, 1, d)."""
-    module = attention_modules(decoder)[-1]
-    where = (torch.zeros_like(rows), rows)
-    return only_at(
-        [module.out_proj],
-        module.out_proj,
-        *(where if isinstance(module, MultiheadAttention | RuledAttention) else where[::-1]),
-    )
-
-
 @dataclass(frozen=True)
 class Seen:
     """What packed tokens attend to: a prefix, (H, P, D), and their own past."""
@@ -173,41 +145,36 @@ class Seen:
     packed: Packed
     keys: Tensor
     values: Tensor
-    momentum: Tensor | None = None
-    """(H, 1, D): the decayed sum of the prefix's values, if the model has momentum."""
+    momentum: Tensor | None = None  # (H, 1, D): the decayed sum of the prefix's values, if the model has momentum
 
-    def attend(
-        self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rows: Tensor | slice
-    ) -> Tensor:
+    def attend(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rows: Rows) -> Tensor:
         """What the heads put out, (N, H, D), of queries, keys and values (N, H, D); zero but at `rows`."""
         if isinstance(rows, Tensor) and len(rows) == 0:
             return torch.zeros_like(query)
-        attended = (
-            self._linear(rule, query, key, value, rows)
-            if rule.linear
-            else self.softmax(rule, query, key, value, sinks, rows)
-        )
+        if rule.linear:
+            attended = self._linear(rule, query, key, value, rows)
+        else:
+            attended = self.softmax(rule, query, key, value, sinks, rows)
         if rule.momentum:
             attended = attended + _by_sequence(partial(self._add_up, rule.momentum), self.packed, value)[0][rows]
         if isinstance(rows, Tensor):
             return torch.zeros_like(query).index_copy(0, rows.to(query.device), attended)
         return attended
 
-    def _linear(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | slice) -> Tensor:
+    def _add_up(self, eta: float, values: Tensor) -> tuple[Tensor, ...]:
+        state = None if self.momentum is None else self.momentum.expand(len(values), -1, -1, -1)
+        return decayed_sum(values, eta, state)[:1]
+
+    def _linear(self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         """Linear attention, (R, H, D): nothing normalises over both parts, they add."""
-        own = _by_sequence(
-            lambda q, k, v: (replace(rule, momentum=0.0).attend(q, k, v),), self.packed, query, key, value
-        )[0]
+        attend = replace(rule, momentum=0.0).attend
+        (own,) = _by_sequence(lambda *parts: (attend(*parts),), self.packed, query, key, value)
         scores = query[rows].transpose(0, 1) @ self.keys.transpose(1, 2)  # (H, R, P)
         if rule.window is not None:
             scores = scores * (self._hidden(rule.window, rows) == 0).to(scores)
         return (scores @ self.values).transpose(0, 1) + own[rows]
 
-    def _add_up(self, eta: float, values: Tensor) -> tuple[Tensor]:
-        state = None if self.momentum is None else self.momentum.expand(len(values), -1, -1, -1)
-        return (decayed_sum(values, eta, state)[0],)
-
-    def _hidden(self, window: int, rows: Tensor | slice) -> Tensor:
+    def _hidden(self, window: int, rows: Rows) -> Tensor:
         """(R, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
         distance = self.packed.position[rows, None] + self.keys.size(1) - torch.arange(self.keys.size(1))
         return torch.where(distance < window, 0.0, HIDDEN).to(self.keys.device)
@@ -219,7 +186,7 @@ class Seen:
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None = None,
-        rows: Tensor | slice = slice(None),
+        rows: Rows = slice(None),
     ) -> Tensor:
         """Softmax attention to the prefix and the own past, at `rows`: (R, H, D).
 
@@ -246,12 +213,9 @@ class Seen:
 
 
 def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *parts: Tensor) -> tuple[Tensor, ...]:
-    """What `function` makes of sequences, (B, H, T, ...) -> (B, H, T, ...), packed again: (N, H, ...) -> (N, H, ...).
-
-    Sequences of one length go through it together, as views of where they lie.
-    """
+    """What `function`, (B, H, T, ...) -> (B, H, T, ...), makes of packed sequences: (N, H, ...) -> (N, H, ...)."""
     results, start = [], 0
-    for count, length in packed.groups:
+    for count, length in packed.groups:  # those of one length together, as views of where they lie
         stop = start + count * length
         given = (part[start:stop].unflatten(0, (count, length)).transpose(1, 2) for part in parts)
         results.append([result.transpose(1, 2).flatten(0, 1) for result in function(*given)])
@@ -259,21 +223,17 @@ def _by_sequence(function: Callable[..., tuple[Tensor, ...]], packed: Packed, *p
     return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-@contextmanager
-def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
+def positions_from(decoder: Any, start: int | Tensor) -> AbstractContextManager[None]:
     """Make the decoder number the positions of its tokens from `start`; one for all sequences or one each, (B,).
 
     Reads the rows of the table directly: fairseq's sinusoidal module cannot run under functorch, and neither it nor
     the learned one takes an offset. A decoder without such a table (rotary positions) gets its offset elsewhere.
     """
     if hasattr(decoder, "positions_from"):  # one of transformers
-        with decoder.positions_from(start):
-            yield
-        return
+        return cast(AbstractContextManager[None], decoder.positions_from(start))
     embedding = decoder.embed_positions
     if embedding is None:
-        yield
-        return
+        return nullcontext()
 
     def forward(tokens: Tensor, **_: object) -> Tensor:
         first = torch.as_tensor(start)[..., None] + embedding.padding_idx + 1
@@ -285,8 +245,7 @@ def positions_from(decoder: Any, start: int | Tensor) -> Iterator[None]:
             table = embedding.get_embedding(stop, embedding.embedding_dim, embedding.padding_idx).to(table)
         return table[places.to(table.device)]
 
-    with replaced_forward({embedding: lambda _: forward}):
-        yield
+    return replaced_forward({embedding: lambda _: forward})
 
 
 @contextmanager
@@ -295,20 +254,18 @@ def replaced_attention(decoder: Any, attend: Callable[..., Tensor]) -> Iterator[
     modules = attention_modules(decoder)
     for layer, module in enumerate(modules):
         seam_of(module).stand_in = partial(attend, layer)
+
+    def step_by_step(module: MultiheadAttention, _: Any) -> Callable[..., tuple[Tensor, None]]:
+        def forward(query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:  # fairseq's is one fused operation
+            attended = module.seam.attend(rule_of(module), *projected(module, query))  # (B, H, T, D) of (T, B, d)
+            return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None
+
+        return forward
+
     plain = [module for module in modules if isinstance(module, MultiheadAttention)]
     try:
-        with replaced_forward({module: partial(_stepwise, module) for module in plain}):
+        with replaced_forward({module: partial(step_by_step, module) for module in plain}):
             yield
     finally:
         for module in modules:
             module.seam.stand_in = None
-
-
-def _stepwise(module: MultiheadAttention, _: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
-    return partial(_through_seam, module)
-
-
-def _through_seam(module: MultiheadAttention, query: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-    """fairseq's attention step by step, (T, B, d) -> (T, B, d): its own forward method is one fused operation."""
-    attended = module.seam.attend(rule_of(module), *projected(module, query))  # (B, H, T, D)
-    return module.out_proj(attended.permute(2, 0, 1, 3).flatten(2)), None

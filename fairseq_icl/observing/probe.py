@@ -7,8 +7,7 @@ output. The model's outputs do not change by one bit.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from fairseq.modules import MultiheadAttention
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from fairseq_icl.models.attention import RuledAttention, Seam, projected
 
-Attention = Any
-"""A self-attention module: fairseq's, or one with a `Seam`; with `out_proj`, `num_heads` and `head_dim`."""
+HALF = (torch.float16, torch.bfloat16)
+Pair = tuple[Tensor, Tensor]
+Attention = Any  # a self-attention module: fairseq's, or one with a `Seam`; with out_proj, num_heads and head_dim
 
 
 def attention_modules(decoder: Any) -> list[Attention]:
@@ -32,50 +32,42 @@ def attention_modules(decoder: Any) -> list[Attention]:
 
 def is_plain(module: Attention) -> bool:
     """Whether the module is fairseq's own attention without extras, so that the formulas here are what it computes."""
-    return (
-        type(module) is MultiheadAttention
-        and module.self_attention
-        and module.bias_k is None
-        and not module.add_zero_attn
-        and not module.use_xformers
-    )
+    if type(module) is not MultiheadAttention or not module.self_attention:
+        return False
+    return module.bias_k is None and not module.add_zero_attn and not module.use_xformers
 
 
 def queries_keys_values(module: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (scaled), keys and values, (B, H, T, D) each, of x (T, B, d), which the module received last."""
-    if hasattr(module, "queries_keys_values"):
-        query, key, value = module.queries_keys_values(x)
-        return query, key, value
-    return projected(module, x)
+    own = getattr(module, "queries_keys_values", partial(projected, module))
+    return cast(tuple[Tensor, Tensor, Tensor], own(x))
 
 
 def seam_of(module: Attention) -> Seam:
     """Where the module hands over queries, keys and values; fairseq's own does so where a pass asks for it."""
     if not hasattr(module, "seam"):
         module.seam = Seam()
-    seam: Seam = module.seam
-    return seam
+    return cast(Seam, module.seam)
 
 
 @contextmanager
 def listening(module: Attention, look: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
     """While open, `look` is called with the module's queries, keys and values whenever they are handed over."""
-    seam = seam_of(module)
-    seam.look = look
+    seam_of(module).look = look
     try:
         yield
     finally:
-        seam.look = None
-
-
-def is_half(x: Tensor) -> bool:
-    """Whether x is in fp16 or bf16."""
-    return x.dtype in (torch.float16, torch.bfloat16)
+        module.seam.look = None
 
 
 def at_least_single(x: Tensor) -> Tensor:
     """x in fp32 if it is in half precision; otherwise as it is."""
-    return x.float() if is_half(x) else x
+    return x.float() if x.dtype in HALF else x
+
+
+def detached(x: Tensor) -> Tensor:
+    """x without its graph, in passes that have one: in others detach would drop tangents (forward-mode derivatives)."""
+    return x.detach() if torch.is_grad_enabled() else x
 
 
 class AttentionRecord(NamedTuple):
@@ -87,46 +79,32 @@ class AttentionRecord(NamedTuple):
     heads: Tensor | None = None  # (n, L, H, D) what each head puts out, before the output projection
 
 
-class AttentionProbe:
-    """Context manager: while it is open, forward passes of `decoder` are recorded at the chosen tokens.
-
-    Token i is number `positions[i]` of sequence `sequences[i]` of the batch. `record()` gives what was seen.
-    """
+class AttentionProbe(ExitStack):
+    """While open, passes of `decoder` are recorded at tokens `positions[i]` of `sequences[i]`; `record()` tells."""
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        sequences: Tensor,
-        positions: Tensor,
-        past: tuple[Tensor, Tensor] | None = None,
-        wants_heads: bool = False,
+        self, decoder: Any, sequences: Tensor, positions: Tensor, past: Pair | None = None, wants_heads: bool = False
     ) -> None:
         """`past`: the tokens that each is scored with, as sequences and positions, (n, K) each or broadcasting to it.
 
         By default all tokens of its sequence. `wants_heads`: in passes that call the output projection as a module,
         which fairseq's fused attention does not.
         """
-        self.modules = attention_modules(decoder)
-        self.sequences = sequences  # (n,)
-        self.positions = positions  # (n,)
-        self.past = past
-        self.wants_heads = wants_heads
+        super().__init__()
+        self.modules, self.wants_heads = attention_modules(decoder), wants_heads
+        self.sequences, self.positions, self.past = sequences, positions, past  # (n,), (n,)
         self._seen: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
-        self._projected: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._projected: dict[nn.Module, Pair] = {}
         self._heads: dict[nn.Module, Tensor] = {}
-        self._open = ExitStack()
 
     def __enter__(self) -> "AttentionProbe":
         for module in self.modules:
-            self._open.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
-            self._open.enter_context(listening(module, partial(self._listen, module)))
+            self.enter_context(module.register_forward_hook(self._look, with_kwargs=True))
+            self.enter_context(listening(module, partial(self._listen, module)))
             if self.wants_heads:
                 hook = partial(self._look_at_heads, module)
-                self._open.enter_context(module.out_proj.register_forward_pre_hook(hook))
+                self.enter_context(module.out_proj.register_forward_pre_hook(hook))
         return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._open.close()
 
     def record(self) -> AttentionRecord:
         """The last forward pass, layers stacked."""
@@ -141,7 +119,7 @@ class AttentionProbe:
         sequences, positions = self.past or (self.sequences[:, None], torch.arange(x.size(0), device=x.device))
         projections = self._projected.pop(module, None)
         # In half precision keys are formed and rounded as in the model itself; the shorter way would round elsewhere.
-        if projections is None and isinstance(module, MultiheadAttention) and not is_half(x):
+        if projections is None and isinstance(module, MultiheadAttention) and x.dtype not in HALF:
             query = module.q_proj(x[self.positions, self.sequences]) * module.scaling  # (n, d)
             scores = key_scores(module, query, x[positions, sequences])
         else:
@@ -163,15 +141,13 @@ class AttentionProbe:
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """What a self-attention module is called with: (T, B, d)."""
-    x: Tensor = kwargs["query"] if "query" in kwargs else args[0]
-    return x
+    return cast(Tensor, kwargs["query"] if "query" in kwargs else args[0])
 
 
 def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Tensor:
     """Per head q . (W x + b) = (q W) . x + q . b, for each of n queries over its own K inputs x: (n, H, K).
 
-    `query` is (n, d), `inputs` (n, K, d). Multiplying in this order never forms the keys, which would cost as much
-    as the projection did in the model itself.
+    `query` is (n, d), `inputs` (n, K, d). This order never forms the keys, which would cost a second projection.
     """
     heads = query.unflatten(1, (module.num_heads, module.head_dim))  # (n, H, d/H)
     weight = module.k_proj.weight.unflatten(0, (module.num_heads, module.head_dim))  # (H, d/H, d)
@@ -186,13 +162,10 @@ def key_scores(module: MultiheadAttention, query: Tensor, inputs: Tensor) -> Ten
 def attention_inputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
     """A list that fills with what each layer's self-attention receives, (T, B, d), while the decoder runs."""
     inputs: list[Tensor] = []
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(_input(args, kwargs))
-
     with ExitStack() as hooks:
         for module in attention_modules(decoder):
-            hooks.enter_context(module.register_forward_pre_hook(look, with_kwargs=True))
+            look = module.register_forward_pre_hook(lambda _, *given: inputs.append(_input(*given)), with_kwargs=True)
+            hooks.enter_context(look)
         yield inputs
 
 
@@ -200,13 +173,9 @@ def attention_inputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
 def attention_outputs(decoder: nn.Module) -> Iterator[list[Tensor]]:
     """A list that fills with what each layer's self-attention puts out, (T, B, d), while the decoder runs."""
     outputs: list[Tensor] = []
-
-    def look(module: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]) -> None:
-        outputs.append(result[0])
-
     with ExitStack() as hooks:
         for module in attention_modules(decoder):
-            hooks.enter_context(module.register_forward_hook(look))
+            hooks.enter_context(module.register_forward_hook(lambda _, __, result: outputs.append(result[0])))
         yield outputs
 
 
@@ -215,8 +184,8 @@ def attention_queries(decoder: nn.Module) -> Iterator[list[Tensor]]:
     """A list that fills with each layer's scaled queries, heads concatenated, (B, T, d), while the decoder runs."""
     queries: list[Tensor] = []
 
-    def keep(query: Tensor, *_: Tensor) -> None:  # detach would drop the tangents of forward-mode differentiation
-        queries.append((query.detach() if torch.is_grad_enabled() else query).transpose(1, 2).flatten(2))
+    def keep(query: Tensor, *_: Tensor) -> None:
+        queries.append(detached(query).transpose(1, 2).flatten(2))
 
     def project(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -240,5 +209,4 @@ def observe_training_queries(model: Any, tokens: Tensor) -> Tensor:
             model.decoder(tokens, features_only=True)
         return torch.stack(queries)
 
-    seen: Tensor = model.evaluate(run)
-    return seen
+    return cast(Tensor, model.evaluate(run))

@@ -26,8 +26,7 @@ def observe_weight_updates(
     tokens = layout.tokens(before=start)[layout.recorded_sequence]  # (n, T)
     place = torch.arange(tokens.size(1))
     is_token = (place >= len(start)) & (place < layout.recorded_position[:, None] + len(start) + 1)  # (n, T)
-    decoder = base.lm.decoder
-    modules = attention_modules(decoder)
+    decoder, modules = base.lm.decoder, attention_modules(base.lm.decoder)
 
     def matrices(inputs: Sequence[Tensor]) -> Tensor:  # (n, L, H, D, D)
         layers = []
@@ -43,10 +42,7 @@ def observe_weight_updates(
 
     inputs, before = base.evaluate(run_base)
     after = tuned.evaluate(lambda: matrices(inputs))
-    return WeightUpdates(icl=_prefix_matrices(prefix).cpu(), ft=(after - before).cpu())
-
-
-def _prefix_matrices(prefix: Prefix) -> Tensor:
-    """V'^T K' of the context without its BOS, which the zero-shot prompt has too: (L, H, D, D)"""
-    pairs = [(at_least_single(keys), at_least_single(v)) for keys, v in zip(prefix.keys, prefix.values, strict=True)]
-    return torch.stack([values[:, 1:].transpose(1, 2) @ keys[:, 1:] for keys, values in pairs])
+    # V'^T K' of the context without its BOS, which the zero-shot prompt has too: L x (H, D, D)
+    layers = zip(map(at_least_single, prefix.keys), map(at_least_single, prefix.values), strict=True)
+    in_context = [values[:, 1:].transpose(1, 2) @ keys[:, 1:] for keys, values in layers]
+    return WeightUpdates(icl=torch.stack(in_context).cpu(), ft=(after - before).cpu())

@@ -11,7 +11,6 @@ part of the plain run's own observations.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 import torch
@@ -19,7 +18,7 @@ import torch
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.observing import Observation, Observer, observe_all
-from fairseq_icl.observing.prefix import Prefix, extend_prefix, run_prefix, supports_prefix
+from fairseq_icl.observing.prefix import Prefix, run_prefix, supports_prefix
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results import CURVE_COLUMNS, means
 from fairseq_icl.results.collector import Collector
@@ -50,10 +49,7 @@ class Curve:
             self._add(count, self._in_context(count, base), trained)
 
     def finish(self, ft: Observation) -> pd.DataFrame:
-        """The curve, with the fine-tuned model's observation of all queries as its last point.
-
-        Returns the columns of `CURVE_COLUMNS`: demonstrations (j), metric, value, and its 95 % interval low, high.
-        """
+        """The curve, of columns CURVE_COLUMNS; its last point is of the fine-tuned model's own observation."""
         self._add(len(self.prompts.finetuning), self._first(self.whole), self._first(ft))
         return pd.concat(self.points, ignore_index=True)
 
@@ -67,11 +63,7 @@ class Curve:
         prompts, decoder = self.prompts, base.lm.decoder
         stop = prompts.context_spans[count][0] if count < len(prompts.context_spans) else len(prompts.context)
         if supports_prefix(decoder):
-            done = self.prefix
-            if done is None:
-                self.prefix = base.evaluate(lambda: run_prefix(decoder, prompts.context[:stop]))
-            else:
-                self.prefix = base.evaluate(lambda: extend_prefix(decoder, done, prompts.context[done.length : stop]))
+            self.prefix = base.evaluate(lambda: run_prefix(decoder, prompts.context[:stop], self.prefix))
         shorter = replace(prompts, context=prompts.context[:stop])
         observer = Observer(base, shorter, in_context=True, context_row=False, by_depth=False, prefix=self.prefix)
         return observe_all(observer, prompts.queries)
@@ -79,6 +71,5 @@ class Curve:
     def _add(self, count: int, icl: Observation, ft: Observation) -> None:
         collector = Collector(METRICS, self.prompts.settings)
         collector.add(range(len(self.zsl)), self.zsl, icl, ft)
-        overall: Any = means(collector.table())
-        overall = overall[overall["metric"].isin(METRICS)]
-        self.points.append(overall.assign(demonstrations=count)[list(CURVE_COLUMNS)])
+        overall = means(collector.table()).assign(demonstrations=count)
+        self.points.append(overall.loc[overall["metric"].isin(METRICS), list(CURVE_COLUMNS)])

@@ -1,17 +1,10 @@
-"""Fine-tune a model in this process as `fairseq-train` would: its Trainer, the plugin's task and criterions.
+"""Fine-tune a model in this process as `fairseq-train` would: its Trainer, the plugin's task and criterions."""
 
-with fine_tuned(model, prompts, method="lcgd", lr=0.3) as tuned:
-    ft = observe(tuned, prompts)
-"""
-
-from fairseq_icl import compat  # noqa: F401 - before anything imports fairseq
-
-# isort: split
 import argparse
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -47,8 +40,9 @@ from fairseq_icl.training.vectors import train_queries
 
 logger = logging.getLogger(__name__)
 
-Watch = Callable[[int, Model, Model], None]
-"""Hears of training: (demonstrations learnt from, the model as it is then, the base model)."""
+COMPONENTS = {"task": TASK_DATACLASS_REGISTRY, "criterion": CRITERION_DATACLASS_REGISTRY}
+COMPONENTS |= {"optimizer": OPTIMIZER_DATACLASS_REGISTRY, "lr_scheduler": LR_SCHEDULER_DATACLASS_REGISTRY}
+Watch = Callable[[int, Model, Model], None]  # (demonstrations learnt from, the model as it is then, the base model)
 
 
 @contextmanager
@@ -80,8 +74,7 @@ def fine_tuned(
             `layer_causal_point`, `softmax_gradient`, `step_per`; by default as in `prompts.settings`.
 
     Yields:
-        The fine-tuned model: `training_queries` and `gradients` (a table: step, layer, parameter, norm) are what was
-            recorded meanwhile.
+        The fine-tuned model, with recorded `training_queries` and `gradients` (a table: step, layer, parameter, norm).
 
     Example:
         ```python
@@ -94,12 +87,11 @@ def fine_tuned(
             close = nearest(name, OF_TRAINING)
             raise UserError(f"{name}: not a setting of training (those of prompts go into build_prompts); {close}")
     how = get_method(method)
-    chosen = dataclasses.replace(prompts.settings, precision=model.precision, **settings | how.settings)  # type: ignore[arg-type]
+    chosen = replace(prompts.settings, precision=model.precision, **settings | how.settings)  # type: ignore[arg-type]
     for name, value in how.settings.items():
         if name in settings and SETTINGS[name].check(settings[name]) != value:
             raise UserError(f"{name}={settings[name]}: method {method} has {name}={value}; leave it out")
-    if chosen.lr is None:
-        chosen = dataclasses.replace(chosen, lr=how.lr)
+    chosen = replace(chosen, lr=how.lr if chosen.lr is None else chosen.lr)
     if chosen.lr is None and how.reads(SETTINGS["lr"]):
         raise UserError("lr: no learning rate was given; give lr=RATE (the papers': fairseq-icl datasets NAME)")
     if not prompts.finetuning:
@@ -107,10 +99,14 @@ def fine_tuned(
     if model.weights is not None or model.edit is not None or isinstance(model.lm, LinearizedLM):
         raise UserError("fine_tuned: give the base model, not one that is fine-tuned already")
     if chosen.layers == "similar" and how.reads(SETTINGS["layers"]):
-        chosen = dataclasses.replace(chosen, layers=similar_layers(model, prompts, method, chosen, limits))
+        chosen = replace(chosen, layers=similar_layers(model, prompts, method, chosen, limits))
         logger.info("method %s: layers %s", method, chosen.layers)
     if how.edit is not None:
-        yield _edited(model, prompts, how, chosen)
+        with within_memory("learning from the demonstrations"), torch.no_grad():
+            edit = how.edit(model, prompts, chosen)
+        if not isinstance(edit, StateEdit):
+            raise UserError(f"method {how.name}: made a {type(edit).__name__}; it has to make a StateEdit")
+        yield replace(model.under(None, how.name), edit=edit)
         return
     if not how.trains:
         raise UserError(f"method={method}: trains nothing; choose one of gd, lcgd, linearized ...")
@@ -129,20 +125,16 @@ def similar_layers(
 ) -> str:
     """The layers, such as 2-4, that move most as ICL moves them when the method learns in all of them.
 
-    A layer's similarity is `sim_aou_heads` on rows of the train split, averaged over rows and heads; those layers next
-    to each other are taken whose similarities have the largest sum.
+    Those next to each other of the largest sum of `sim_aou_heads`, averaged over heads and rows of the train split.
     """
     own = {name: getattr(settings, name) for name in OF_TRAINING} | {"layers": None}
     rows = train_queries(model, prompts, settings, settings.selection_rows)
-    asked = dataclasses.replace(
-        prompts, queries=rows, settings=dataclasses.replace(prompts.settings, head_outputs="recorded")
-    )
+    asked = replace(prompts, queries=rows, settings=replace(prompts.settings, head_outputs="recorded"))
     with fine_tuned(model, prompts, method, limits=limits, record_queries=False, **own) as tuned:
         seen = [observe(model, asked), observe(model, asked, in_context=True), observe(tuned, asked)]
     if any(one.head_output is None for one in seen):
         raise UserError(f"layers=similar: a model under method {method} does not show its heads; give layers by number")
-    by_layer = sim_aou_heads(*seen).value.nanmean((0, 2)).nan_to_num()  # (L,)
-    return best_stretch(by_layer.tolist())
+    return best_stretch(sim_aou_heads(*seen).value.nanmean((0, 2)).nan_to_num().tolist())  # of (L,)
 
 
 def best_stretch(values: Sequence[float]) -> str:
@@ -150,17 +142,6 @@ def best_stretch(values: Sequence[float]) -> str:
     stretches = [(first, last) for first in range(len(values)) for last in range(first, len(values))]
     first, last = max(stretches, key=lambda ends: sum(values[ends[0] : ends[1] + 1]))
     return f"{first}-{last}"
-
-
-@within_memory("learning from the demonstrations")
-def _edited(model: Model, prompts: Prompts, method: Method, settings: Settings) -> Model:
-    """The model with its states edited by a method that trains nothing."""
-    assert method.edit is not None
-    with torch.no_grad():
-        edit = method.edit(model, prompts, settings)
-    if not isinstance(edit, StateEdit):
-        raise UserError(f"method {method.name}: made a {type(edit).__name__}; it has to make a StateEdit")
-    return dataclasses.replace(model.under(None, method.name), edit=edit)
 
 
 @within_memory("fine-tuning")
@@ -174,20 +155,21 @@ def _train(
     after_demonstration: Watch | None = None,
 ) -> Model:
     """Train and leave the module's own parameters as they were."""
-    options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
-    device = next(model.lm.parameters()).device  # fairseq would take the first GPU, wherever the model is
-    config = fairseq_config(options | {"record_queries": record_queries, "cpu": device.type != "cuda"})
-    task = setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
-    lm = model.lm
+    lm, device = model.lm, next(model.lm.parameters()).device
+
+    def prepared(method: Method, settings: Settings, **own: Any) -> tuple[DictConfig, Any]:
+        options = training_options(method, settings, model.files, str(prompts.data), prompts.spec.name)
+        # fairseq would take the first GPU, wherever the model is.
+        config = fairseq_config(options | {"cpu": device.type != "cuda", **own})
+        return config, setup_task(config.task, prompts=prompts, settings=settings, files=model.files)
+
+    config, task = prepared(method, settings, record_queries=record_queries)
     logger.info("method %s trains %s", method.name, choose_what_learns(lm, settings))
     learner: PretrainedLM = LinearizedLM.around(lm) if config.task.linearize else lm
     recorder = GradientRecorder(learner.decoder)
-    task.control = gradient_control(
-        learner.decoder, settings, recorder, limits, linearized=isinstance(learner, LinearizedLM)
-    )
-    changed: dict[str, Any] = {"lm": learner} if learner is not lm else {}
+    task.control = gradient_control(learner.decoder, settings, recorder, limits, linearized=learner is not lm)
     base = model if learner is not lm else model.under({name: lm.get_parameter(name).data for name in lm.trained_names})
-    now = dataclasses.replace(model.under(None, method.name), **changed)
+    now = replace(model.under(None, method.name), lm=learner)
 
     def after_item(count: int) -> None:
         if after_demonstration is not None and count in ends:
@@ -195,29 +177,24 @@ def _train(
             after_demonstration(ends[count], now, base)
             learner.train()
 
-    ends = _ends_of_demonstrations(prompts, settings.step_per)
-    with own_copy_of_what_learns(learner) as weights, ExitStack() as hooks:
-        if settings.softmax_gradient == "stopped":
-            for hook in stop_softmax_gradient(learner.decoder):
-                hooks.enter_context(hook)
-        hooks.enter_context(repeatable(device))
+    sizes = [sum(sequence.scored) if settings.step_per == "token" else 1 for sequence in prompts.finetuning]
+    ends = {items: number for number, items in enumerate(accumulate(sizes), 1)}  # items trained on -> demonstrations
+    with own_copy_of_what_learns(learner) as weights, repeatable(device), ExitStack() as hooks:
+        for hook in stop_softmax_gradient(learner.decoder) if settings.softmax_gradient == "stopped" else ():
+            hooks.enter_context(hook)
         if device.type == "cuda":
             hooks.enter_context(torch.cuda.device(device))
         if method.first and settings.align_epochs:
             before = get_method(method.first)
-            aligned = dataclasses.replace(settings, lr=before.lr)
-            options = training_options(before, aligned, model.files, str(prompts.data), prompts.spec.name)
-            own = {"record_queries": False, "cpu": device.type != "cuda", "max_epoch": settings.align_epochs}
-            first_config = fairseq_config(options | own)
-            first_task = setup_task(first_config.task, prompts=prompts, settings=aligned, files=model.files)
-            first_task.control = gradient_control(learner.decoder, aligned)
-            _run(first_config, first_task, learner, lambda _: None)
+            aligned = replace(settings, lr=before.lr)
+            first = prepared(before, aligned, record_queries=False, max_epoch=settings.align_epochs)
+            first[1].control = gradient_control(learner.decoder, aligned)
+            _run(*first, learner, lambda _: None)
         skipped = _run(config, task, learner, after_item)
     give_back_memory()  # of the gradients
     lm.eval()
-    tuned = dataclasses.replace(model.under(weights, method.name), **changed)
     recorded = {"training_queries": task.training_queries or None, "gradients": recorder.table()}
-    return dataclasses.replace(tuned, **recorded, skipped_updates=skipped)
+    return replace(model.under(weights, method.name), lm=learner, **recorded, skipped_updates=skipped)
 
 
 @contextmanager
@@ -236,17 +213,8 @@ def own_copy_of_what_learns(model: PretrainedLM) -> Iterator[dict[str, Tensor]]:
             parameter.grad = None
 
 
-def _ends_of_demonstrations(prompts: Prompts, step_per: str) -> dict[int, int]:
-    """Number of training items -> number of demonstrations that end with them."""
-    sizes = [sum(sequence.scored) if step_per == "token" else 1 for sequence in prompts.finetuning]
-    return {total: number for number, total in enumerate(accumulate(sizes), 1)}
-
-
 def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callable[[int], None]) -> int:
-    """fairseq's training loop without its checkpoints; `after_item` hears of the items of every update.
-
-    Returns how many updates were skipped because their gradients overflowed in fp16.
-    """
+    """fairseq's training loop without checkpoints; `after_item` hears of items. Returns the updates skipped in fp16."""
     trainer = Trainer(config, task, model, task.build_criterion(config.criterion))
     updates = 0
     for epoch in range(1, config.optimization.max_epoch + 1):
@@ -272,51 +240,35 @@ def _run(config: DictConfig, task: Any, model: PretrainedLM, after_item: Callabl
 
 
 def fairseq_config(options: Mapping[str, Any]) -> DictConfig:
-    """fairseq's configuration with these options of `fairseq-train`, built without a command line.
-
-    `options` are the flags' names (`clip_norm`) and values; task, criterion, optimizer and scheduler are names.
-    """
-    config = OmegaConf.structured(FairseqConfig)
-    rest = dict(options)
+    """fairseq's configuration with these options of `fairseq-train` (`clip_norm` ...), without a command line."""
+    config, rest = OmegaConf.structured(FairseqConfig), dict(options)
     with flag_override(config, ["allow_objects", "struct"], [True, False]):
-        for group, registry in (
-            ("task", TASK_DATACLASS_REGISTRY),
-            ("criterion", CRITERION_DATACLASS_REGISTRY),
-            ("optimizer", OPTIMIZER_DATACLASS_REGISTRY),
-            ("lr_scheduler", LR_SCHEDULER_DATACLASS_REGISTRY),
-        ):
-            config[group] = _component(group, rest.pop(group), registry)
+        for group, registry in COMPONENTS.items():
+            name = rest.pop(group)
+            if registry.get(name) is not None:
+                config[group] = OmegaConf.structured(registry[name])
+                config[group]._name = name
+            elif group == "optimizer" and name in OPTIMIZER_REGISTRY:
+                parser = argparse.ArgumentParser()  # parts older than fairseq's dataclasses, such as SGD: only flags
+                OPTIMIZER_REGISTRY[name].add_args(parser)
+                config[group] = argparse.Namespace(optimizer=name, lr=[0.0], **vars(parser.parse_args([])))
+            else:
+                raise UserError(f"--{group.replace('_', '-')} {name}: unknown to fairseq; {nearest(name, registry)}")
         config.model = {"_name": rest.pop("arch")}
         for name, value in rest.items():
             _set_option(config, name, value)
     return config
 
 
-def _component(group: str, name: str, registry: Mapping[str, type | None]) -> Any:
-    """Default configuration of a registered task, criterion, optimizer or scheduler."""
-    dataclass = registry.get(name)
-    if dataclass is not None:
-        component = OmegaConf.structured(dataclass)
-        with flag_override(component, "struct", False):
-            component._name = name
-        return component
-    if group != "optimizer" or name not in OPTIMIZER_REGISTRY:
-        raise UserError(f"--{group.replace('_', '-')} {name}: unknown to fairseq; {nearest(name, registry)}")
-    parser = argparse.ArgumentParser()  # parts of fairseq older than its dataclasses, such as SGD, declare flags only
-    OPTIMIZER_REGISTRY[name].add_args(parser)
-    return argparse.Namespace(optimizer=name, lr=[0.0], **vars(parser.parse_args([])))
-
-
 def _set_option(config: DictConfig, name: str, value: Any) -> None:
     """Put an option into every section that has one of that name."""
     found = False
-    for title in config:
-        section = config[title]
+    for section in [config[title] for title in config]:
         if isinstance(section, argparse.Namespace) and hasattr(section, name):
             setattr(section, name, [value] if isinstance(getattr(section, name), list) else value)
             found = True
         elif isinstance(section, DictConfig) and name in list(section):  # `in section` is False for a missing value
-            is_list = OmegaConf.is_list(section[name]) if not OmegaConf.is_missing(section, name) else False
+            is_list = not OmegaConf.is_missing(section, name) and OmegaConf.is_list(section[name])
             try:
                 section[name] = [value] if is_list and not isinstance(value, list | tuple) else value
             except OmegaConfBaseException as error:

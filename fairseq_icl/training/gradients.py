@@ -28,20 +28,15 @@ from fairseq_icl.results.gradient_record import (
 )
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
-from fairseq_icl.training.softmax_gradient import LORA
 
-SampleInfo = tuple[list[int], float, int]
-"""What an update was made of: file rows of its demonstrations, loss in nats summed over tokens, sample size."""
-Limits: TypeAlias = list[float] | pd.DataFrame
-"""Per layer; or by step: demonstration and norms (list, one per layer)."""
-FROM_FILE = "from:"
+SampleInfo = tuple[list[int], float, int]  # file rows of an update, its loss in nats summed over tokens, sample size
+Limits: TypeAlias = list[float] | pd.DataFrame  # per layer; or by step: demonstration and norms (list, one per layer)
 
 
 class LowRank:
     """LoRA: W + B A for every trained matrix W, A (rank, d) with orthonormal rows drawn at random and fixed, B from 0.
 
-    A step of gradient descent on B is G A^T, G the gradient of W: so W moves by G A^T A, and that is all that is done
-    here. With d rows A^T A is the identity.
+    A step of gradient descent on B is G A^T, G the gradient of W: so W moves by G A^T A (G itself if A has d rows).
     """
 
     def __init__(self, rank: int, seed: int) -> None:
@@ -84,10 +79,8 @@ class GradientControl:
         `step_size` is the relative size |dW| / |W| that every layer's step gets; None: what the learning rate gives.
         `whole_layers` looks at the gradients of all parameters of a layer, for the record. `low_rank` is LoRA's.
         """
-        self.whole_layers, self.low_rank = whole_layers, low_rank
-        self.num_layers = len(decoder.layers)
-        self.trained = trained_parameters(decoder)
-        self.clip = clip
+        self.clip, self.whole_layers, self.low_rank = clip, whole_layers, low_rank
+        self.num_layers, self.trained = len(decoder.layers), trained_parameters(decoder)
         self.limits: Limits = [] if limits is None else limits
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self.recorder = recorder if is_first else None
@@ -101,32 +94,36 @@ class GradientControl:
     ) -> None:
         """Log, then limit the gradients with which `optimizer` is about to step.
 
-        An update may be made of several steps, each of other layers (training/sequential.py): it is logged and
-        recorded as one, with its `last` step.
+        An update of several steps, each of other layers (`sequential_step`), is logged as one, with its `last` step.
         """
         gradients, factor = true_gradients(optimizer, [parameter for _, _, parameter in self.trained])
         if self.low_rank is not None:
             self.low_rank.project(optimizer, gradients)
         norms = norms_of(gradients, factor)  # one a trained parameter
-        if not all(map(math.isfinite, norms)):
-            if isinstance(optimizer, AMPOptimizer):
-                return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
-            raise UserError(self._not_finite(norms, sample_info[0]))
+        if isinstance(optimizer, AMPOptimizer) and not all(map(math.isfinite, norms)):
+            return  # an overflow of mixed precision: fairseq lowers its scale and repeats the update
+        self._check_norms(norms, sample_info[0])
         layer_norms = self._by_layer(norms)
-        is_one_of_many = self.compares_rows and torch.distributed.is_initialized()
-        rows, loss_sum, sample_size = _gathered(sample_info) if is_one_of_many else sample_info
-        demonstration = ",".join(map(str, rows))
+        parts = [sample_info]
+        if self.compares_rows and torch.distributed.is_initialized():
+            parts *= torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, sample_info)
+        rows, losses, sizes = zip(*parts, strict=True)  # of all processes, in their order
+        demonstration = ",".join(str(row) for part in rows for row in part)
         self._norms_so_far = [one + other for one, other in zip(self._norms_so_far, norms, strict=True)]
         if last:
             for layer, norm in enumerate(self._by_layer(self._norms_so_far)):
                 metrics.log_scalar(f"gnorm_layer_{layer}", norm, priority=410, round=4)
-            self._made = Update(update_num, demonstration, self._norms_so_far, loss_sum, sample_size)
+            self._made = Update(update_num, demonstration, self._norms_so_far, sum(losses), sum(sizes))
             self._norms_so_far = [0.0] * len(self.trained)
         if self.clip != "none":
             limits = self._limits_at(update_num, demonstration)
             for (layer, _, _), gradient in zip(self.trained, gradients, strict=True):
-                if gradient is not None:
-                    _limit(gradient, self.clip, limits[layer], layer_norms[layer], factor)
+                limit, norm = limits[layer], layer_norms[layer]
+                if gradient is not None and self.clip == "max":  # each component to +-limit
+                    gradient.clamp_(-limit / factor, limit / factor)
+                elif gradient is not None and norm > limit:
+                    gradient.mul_(limit / norm)
             norms = norms_of(gradients, factor)
         if self.steps is not None:
             self.steps.before_step(optimizer, gradients, norms, last=last)
@@ -145,10 +142,7 @@ class GradientControl:
         return nullcontext() if self.whole_layers is None else self.whole_layers.watching(optimizer, first=first)
 
     def begins_update(self) -> bool:
-        """Whether the next batch is the first of an update: fairseq has thrown all gradients away.
-
-        It does so before every update, and also after an overflow in half precision, when no step was taken.
-        """
+        """Whether a batch is the first of an update: fairseq threw all gradients away, as after an overflow in fp16."""
         return all(parameter.grad is None for _, _, parameter in self.trained)
 
     def check_finite(self, optimizer: FairseqOptimizer, loss: float, rows: list[int]) -> None:
@@ -161,14 +155,12 @@ class GradientControl:
             return
         if not math.isfinite(loss):
             raise UserError(
-                f"the loss is NaN or infinite at {_named(rows)}: numbers overflow in the model; if it is the first one "
-                "take another checkpoint (or precision, in fp16), else lower --lr"
+                f"the loss is NaN or infinite at demonstration {', '.join(map(str, rows))} (row of the train file): "
+                "numbers overflow in the model; if it is the first one take another checkpoint (or precision, in "
+                "fp16), else lower --lr"
             )
-        if getattr(optimizer, "scaler", None) is not None:
-            return
-        norms = norms_of([parameter.grad for _, _, parameter in self.trained])
-        if not all(map(math.isfinite, norms)):
-            raise UserError(self._not_finite(norms, rows))
+        if getattr(optimizer, "scaler", None) is None:
+            self._check_norms(norms_of([parameter.grad for _, _, parameter in self.trained]), rows)
 
     def _by_layer(self, norms: list[float]) -> list[float]:
         squares = [0.0] * self.num_layers
@@ -191,27 +183,24 @@ class GradientControl:
             )
         return list(recorded["norms"])
 
-    def _not_finite(self, norms: list[float], rows: list[int]) -> str:
-        bad = sorted(
-            {layer for (layer, _, _), norm in zip(self.trained, norms, strict=True) if not math.isfinite(norm)}
-        )
-        layers = f"layer {bad[0]}" if len(bad) == 1 else f"layers {bad[0]}-{bad[-1]}"
-        return f"the gradient of {layers} is NaN or infinite at {_named(rows)}; lower --lr or set --clip-norm"
+    def _check_norms(self, norms: list[float], rows: list[int]) -> None:
+        """Refuse gradients that are not finite."""
+        pairs = zip(self.trained, norms, strict=True)
+        bad = sorted({layer for (layer, _, _), norm in pairs if not math.isfinite(norm)})
+        if bad:
+            layers = f"layer {bad[0]}" if len(bad) == 1 else f"layers {bad[0]}-{bad[-1]}"
+            raise UserError(
+                f"the gradient of {layers} is NaN or infinite at demonstration {', '.join(map(str, rows))} (row of the "
+                "train file); lower --lr or set --clip-norm"
+            )
 
 
 def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimizer) -> None:
-    """Refuse to train where model, optimizer and the setting `precision` are not of one mind.
-
-    Both follow from --precision on a command line, and in Python; a configuration written by hand may differ.
-    """
+    """Refuse a configuration, written by hand, in which model, optimizer and the setting `precision` do not agree."""
     dtype = next(model.parameters()).dtype
     has_masters = isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer)
     if dtype != DTYPES[precision] or (precision != "fp32" and not has_masters):
         raise UserError(f"precision={precision}: fairseq's own fp16 and bf16 say otherwise; make them agree")
-
-
-def _named(rows: list[int]) -> str:
-    return f"demonstration {', '.join(map(str, rows))} (row of the train file)"
 
 
 def gradient_control(
@@ -222,31 +211,26 @@ def gradient_control(
     *,
     linearized: bool = False,
 ) -> GradientControl:
-    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value.
-
-    A linearized model has gradients of what learns alone: its record says nothing of whole layers.
-    """
+    """The control that the settings ask for; `limits` is a record that stands for layer_clip_value."""
     bounds = layer_limits(settings.layer_clip, settings.layer_clip_value, decoder, limits)
+    # A linearized model has gradients of what learns alone.
     whole = WholeLayers(decoder) if settings.gradient_norms == "all" and not linearized else None
-    low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == LORA else None
+    low_rank = LowRank(settings.lora_rank, settings.seed) if settings.train_parameters == "lora" else None
     return GradientControl(decoder, settings.layer_clip, bounds, recorder, equal_step_size(settings), whole, low_rank)
 
 
 def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFrame | None = None) -> Limits:
-    """The limits that layer_clip_value gives: a list with one per layer, or a table step -> (demonstration, norms).
-
-    `record` is a gradient record that stands for the value, where it is the name of a method.
-    """
+    """The limits that layer_clip_value, or the `record` of the method that it names, gives: by layer, or by step."""
     if clip == "none":
         if value is not None:
             raise UserError("layer_clip_value: no effect without layer_clip=norm or layer_clip=max")
         return []
     if value is None:
         raise UserError(f"layer_clip={clip}: needs layer_clip_value (a value, one per layer, or from:FILE)")
-    if value.startswith(FROM_FILE) or record is not None:
+    if value.startswith("from:") or record is not None:
         if clip != "norm":
             raise UserError(f"layer_clip={clip}: a record holds norms; use layer_clip=norm with it")
-        table = checked_record(value.removeprefix(FROM_FILE), decoder) if record is None else record
+        table = checked_record(value.removeprefix("from:"), decoder) if record is None else record
         steps = table.groupby("step")["demonstration"].first().to_frame().assign(norms=list(heatmap_matrix(table)))
         steps.attrs["source"] = value  # named in errors
         return steps
@@ -261,19 +245,3 @@ def layer_limits(clip: str, value: str | None, decoder: Any, record: pd.DataFram
             f"layer_clip_value={value}: {len(values)} values for {len(decoder.layers)} layers; give one, or one each"
         )
     return values * len(decoder.layers) if len(values) == 1 else values
-
-
-def _limit(gradient: Tensor, clip: str, limit: float, layer_norm: float, factor: float) -> None:
-    """Scale the gradient by the layer's min(1, limit / norm), or clamp each of its components to +-limit."""
-    if clip == "max":
-        gradient.clamp_(-limit / factor, limit / factor)
-    elif layer_norm > limit:
-        gradient.mul_(limit / layer_norm)
-
-
-def _gathered(sample_info: SampleInfo) -> SampleInfo:
-    """The update's parts of all processes: rows in the order of processes, sums of the rest."""
-    parts: list[SampleInfo] = [([], 0.0, 0)] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, sample_info)
-    rows, losses, sizes = zip(*parts, strict=True)
-    return [row for part in rows for row in part], sum(losses), sum(sizes)

@@ -12,9 +12,8 @@ read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +25,11 @@ from fairseq_icl.observing.probe import at_least_single, attention_outputs
 from fairseq_icl.prompts.build import Prompts
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """What ICL does at the demonstrations, without their BOS."""
 
-    outputs: dict[int, Tensor]
-    """Row of the train file -> (layers, tokens, d)."""
-    scale: Tensor
-    """(layers,) mean squared length of the change that ICL makes"""
+    outputs: dict[int, Tensor]  # row of the train file -> (layers, tokens, d)
+    scale: Tensor  # (layers,) mean squared length of the change that ICL makes
 
 
 @torch.no_grad()
@@ -51,10 +47,13 @@ def icl_targets(model: Any, prompts: Prompts) -> Targets:
     was_training = model.training
     model.eval()
     decoder, base = model.decoder, model.base_state or None
+    spans = dict(zip(prompts.context_rows, prompts.context_spans, strict=True))
     outputs, changes = dict[int, Tensor](), []
     for sequence in prompts.finetuning:
         tokens = torch.tensor([sequence.tokens], device=next(model.parameters()).device)
-        own, context = tokens[:, len(prompts.start) :], context_without(prompts, sequence.row)
+        # The prompt without this demonstration, and without the EOS that closes it.
+        start, end = spans.get(sequence.row, (len(prompts.context), len(prompts.context)))
+        own, context = tokens[:, len(prompts.start) :], (*prompts.context[:start], *prompts.context[end + 1 :])
         after = model.evaluate(partial(_in_context, decoder, context, own), base)
         alone = model.evaluate(partial(_alone, decoder, tokens), base)[:, len(prompts.start) :]
         outputs[sequence.row] = after
@@ -64,13 +63,6 @@ def icl_targets(model: Any, prompts: Prompts) -> Targets:
     if not bool((scale > 0).all()):
         raise UserError("match_icl: ICL changes nothing in a layer of this model, so there is nothing to reproduce")
     return Targets(outputs, scale)
-
-
-def context_without(prompts: Prompts, row: int) -> tuple[int, ...]:
-    """The prompt's tokens without the demonstration of a row of the train file, and without the EOS that closes it."""
-    spans = dict(zip(prompts.context_rows, prompts.context_spans, strict=True))
-    start, end = spans.get(row, (len(prompts.context), len(prompts.context)))
-    return (*prompts.context[:start], *prompts.context[end + 1 :])
 
 
 def _in_context(decoder: Any, context: tuple[int, ...], own: Tensor) -> Tensor:
@@ -104,8 +96,7 @@ def matching_losses(
             model(tokens, features_only=True)
         return tuple(output.transpose(0, 1)[:, 1:][scored] for output in seen)  # layers x (n, d)
 
-    evaluate = getattr(model, "evaluate", None)  # a linearized model adds first-order terms
-    found = evaluate(outputs) if evaluate is not None else outputs()
+    found = getattr(model, "evaluate", lambda function: function())(outputs)  # a linearized model: first-order terms
     places = [marks.nonzero().flatten() for marks in scored]
     wanted = torch.cat([targets.outputs[row][:, place] for row, place in zip(rows, places, strict=True)], dim=1)
     missing = at_least_single(torch.stack(found) - wanted).square().sum(-1)  # (layers, n)

@@ -21,7 +21,7 @@ from fairseq_icl.training.shallow import shallow_gd
 from fairseq_icl.training.vectors import function_vector, task_vector
 
 ENTRY_POINT_GROUP = "fairseq_icl.methods"
-PROTOCOL: dict[str, Any] = {
+PROTOCOL: dict[str, Any] = {  # what every run of the papers has in common, unless a method says otherwise
     "task": TASK,
     "arch": "pretrained_lm",
     "criterion": "cross_entropy",
@@ -43,15 +43,12 @@ PROTOCOL: dict[str, Any] = {
     "disable_validation": True,
     "distributed_world_size": 1,  # fairseq's default is the number of GPUs: so many demonstrations would be one step
 }
-"""What every run of the papers has in common, unless a method says otherwise."""
 LOSS_SCALE: dict[str, Any] = {"fp16_init_scale": 4, "fp16_scale_window": 256}
 """The authors' in fp16: where the dynamic loss scale starts, and after how many updates without overflow it doubles."""
 PRECISION: dict[str, dict[str, Any]] = {"fp32": {}, "fp16": {"fp16": True, **LOSS_SCALE}, "bf16": {"bf16": True}}
 """Options of fairseq's for each precision: its optimizer with fp32 master weights."""
-RUN_THE_MODEL_ONCE = ("cross_entropy", "layer_causal_ce")
-"""Criterions whose one pass over a batch is the model's own: query vectors are recorded on the way."""
-ALL = 1_000_000
-"""More demonstrations than anyone has: as --update-freq, all of them make one step."""
+RUN_THE_MODEL_ONCE = ("cross_entropy", "layer_causal_ce")  # and by its own pass: query vectors are recorded on the way
+VANILLA, LAYER_CAUSAL = ("--criterion", "cross_entropy"), ("--criterion", "layer_causal_ce")
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,9 @@ class Method:
             return True
         if self.edit is not None:
             return known.name in self.edit_reads
-        own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
         if known.flag_of == ():
             return bool(self.first) and known.name == "align_epochs"
+        own_loss = self.options.get("criterion", PROTOCOL["criterion"]) != PROTOCOL["criterion"]
         return own_loss or known.is_flag_of(FLAG_OF_TASK, FLAG_OF_FAIRSEQ)
 
     @property
@@ -139,50 +136,20 @@ def _value_of(text: str) -> Any:
 
 
 SHALLOW = ("lr", "layers", "shallow", "kernel", "shallow_steps", "shallow_batch", "shallow_step")
-_methods: dict[str, Method] = {}
-_entry_points_read = False
-
-
-def register_method(method: Method) -> Method:
-    """Make a method known by its name; a second, different method of the same name is refused.
-
-    Args:
-        method: Its name and flags.
-
-    Returns:
-        The method itself.
-
-    Example:
-        ```python
-        register_method(Method("adam", "fine-tuning by Adam", ("--optimizer", "adam"), lr=1e-3))
-        ```
-    """
-    known = _methods.setdefault(method.name, method)
-    if known != method:
-        raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")
-    return method
-
-
-for _method in (
-    Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", ("--criterion", "cross_entropy")),
-    Method("lcgd", "layer-causal fine-tuning", ("--criterion", "layer_causal_ce")),
+_built_in = (
+    Method("gd", "vanilla fine-tuning: fairseq's own cross_entropy", VANILLA),
+    Method("lcgd", "layer-causal fine-tuning", LAYER_CAUSAL),
     Method(
         "lcgd_sequential",
         "layer-causal fine-tuning in which every layer takes its step before the next one sees its input",
-        ("--criterion", "layer_causal_ce", "--sequential"),
+        (*LAYER_CAUSAL, "--sequential"),
     ),
-    Method(
-        "linearized", "vanilla fine-tuning of the linearized model", ("--criterion", "cross_entropy", "--linearize")
-    ),
-    Method(
-        "linearized_lcgd",
-        "layer-causal fine-tuning of the linearized model",
-        ("--criterion", "layer_causal_ce", "--linearize"),
-    ),
+    Method("linearized", "vanilla fine-tuning of the linearized model", (*VANILLA, "--linearize")),
+    Method("linearized_lcgd", "layer-causal fine-tuning of the linearized model", (*LAYER_CAUSAL, "--linearize")),
     Method(
         "gd_full_batch",
         "vanilla fine-tuning in one step on all demonstrations, whose gradients are averaged over their tokens",
-        ("--criterion", "cross_entropy", "--update-freq", str(ALL)),
+        (*VANILLA, "--update-freq", "1000000"),  # more than anyone has
     ),
     Method(
         "short_circuit",
@@ -199,14 +166,14 @@ for _method in (
     Method(
         "align_then_train",
         "match_icl first, then vanilla fine-tuning from there (Mishra et al. 2025, arXiv 2509.22621)",
-        ("--criterion", "cross_entropy"),
+        VANILLA,
         first="match_icl",
         reads_prompt=True,
     ),
     Method(
         "lora",
         "vanilla fine-tuning of keys and values in a random subspace of rank lora_rank",
-        ("--criterion", "cross_entropy", "--train-parameters", "lora"),
+        (*VANILLA, "--train-parameters", "lora"),
     ),
     Method(
         "shallow_gd",
@@ -239,8 +206,23 @@ for _method in (
     ),
     Method("alpha", "SimAM_delta between vanilla and layer-causal fine-tuning", compares=("gd", "lcgd")),
     Method("none", "no fine-tuning: ZSL and ICL only"),
-):
-    register_method(_method)
+)
+_methods = {method.name: method for method in _built_in}
+_entry_points_read = False
+
+
+def register_method(method: Method) -> Method:
+    """Make a method known by its name and return it; a second, different method of the same name is refused.
+
+    Example:
+        ```python
+        register_method(Method("adam", "fine-tuning by Adam", ("--optimizer", "adam"), lr=1e-3))
+        ```
+    """
+    known = _methods.setdefault(method.name, method)
+    if known != method:
+        raise UserError(f"method {method.name}: registered twice with different flags; rename one of them")
+    return method
 
 
 def method_names() -> list[str]:
@@ -270,10 +252,7 @@ def check_precision_of(method: Method, settings: Settings) -> None:
 
 
 def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
-    """What to call the way a checkpoint was trained, from its configuration (fairseq's `cfg` as plain containers).
-
-    The registered method whose options are just those of the checkpoint; otherwise the options themselves, in words.
-    """
+    """The method whose options are just those of a checkpoint's configuration (`cfg`), or these options in words."""
     known = [_methods[name] for name in method_names() if _methods[name].trains and not _methods[name].first]
     names = dict.fromkeys(name for method in known for name in method.options)
     found = {name: linearized if name == "linearize" else _saved_option(config, name) for name in names}
@@ -287,16 +266,13 @@ def name_of_method(config: Mapping[str, Any], linearized: bool) -> str:
 
 def _saved_option(config: Mapping[str, Any], name: str) -> Any:
     """The value of an option in a saved configuration, whichever section has it."""
+    protocol = PROTOCOL.get(name)
     if name in ("criterion", "optimizer", "lr_scheduler"):
         section = config.get(name) or {}
-        protocol = PROTOCOL.get(name)
         return section.get("_name", protocol) if isinstance(section, Mapping) else getattr(section, name, protocol)
-    for section in config.values():
-        values = section if isinstance(section, Mapping) else vars(section) if hasattr(section, "__dict__") else {}
-        if name in values:
-            value = values[name]
-            return value[0] if isinstance(value, list) and len(value) == 1 else value  # one value an epoch
-    return PROTOCOL.get(name)
+    sections = [part if isinstance(part, Mapping) else getattr(part, "__dict__", {}) for part in config.values()]
+    value = next((section[name] for section in sections if name in section), protocol)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value  # one value an epoch
 
 
 def training_options(method: Method, settings: Settings, files: ModelFiles, data: str, dataset: str) -> dict[str, Any]:
@@ -307,10 +283,9 @@ def training_options(method: Method, settings: Settings, files: ModelFiles, data
         del options["momentum"]  # a flag of SGD's own
     components = (FLAG_OF_TASK, FLAG_OF_FAIRSEQ, options["criterion"])
     given = {known.name: getattr(settings, known.name) for known in SETTINGS.values() if known.is_flag_of(*components)}
+    options |= given | method.options
     # A flag of False is one that is not given: not every criterion knows all of them.
-    return {
-        n: value for n, value in (options | given | method.options).items() if value is not None and value is not False
-    }
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def training_command(options: Mapping[str, Any], **more: Any) -> str:

@@ -1,16 +1,13 @@
 """Norms: how far a step moves the weights, and of the gradients of whole layers.
 
-**Steps**, |dW| / |W| of what learns in a layer: measured, and made equal if asked.
+**Steps**, |dW| / |W| of what learns in a layer: measured, and made equal if asked. Plain SGD moves by dW = lr *
+gradient, so |dW| is known without looking, and a step of any size is a factor on the gradient. Of other optimizers
+(momentum, weight decay, Adam) |dW| is measured on a copy of the weights; their steps are not made equal, because what
+a factor on the gradient does to them is another question.
 
-Plain SGD moves by dW = lr * gradient, so |dW| is known without looking, and a step of any size is a factor on the
-gradient. Of other optimizers (momentum, weight decay, Adam) |dW| is measured on a copy of the weights; their steps are
-not made equal, because what a factor on the gradient does to them is another question.
-
-**Whole layers** (`gradient_norms=all`): gradients of everything in a layer, whether it learns or not.
-
-This is what the second paper's heat maps show: the norm over all parameters of a layer, of the gradient summed over
-tokens. The gradient of a frozen matrix need not be formed for that. With the inputs X (rows, in) of its product and the
-gradient G (rows, out) of its outputs it is GᵀX, and
+**Whole layers** (`gradient_norms=all`), as in the second paper's heat maps: the norm over all parameters of a layer,
+whether they learn or not, of the gradient summed over tokens. That of a frozen matrix need not be formed: with the
+inputs X (rows, in) of its product and the gradient G (rows, out) of its outputs it is GᵀX, and
 
     |GᵀX|² = sum over pairs of rows (i, j) of (G Gᵀ)_ij (X Xᵀ)_ij,
 
@@ -23,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention
@@ -36,20 +33,12 @@ from fairseq_icl.metrics.vectors import l2_norm
 from fairseq_icl.settings import Settings
 
 
-class Moved(NamedTuple):
-    """What an update did to each trained parameter, in their order: |dW|, and |W| before it."""
-
-    updates: list[float]
-    weights: list[float]
-
-
 def equal_step_size(settings: Settings) -> float | None:
     """The relative size that every layer's step is to have; None: whatever the learning rate makes of it."""
-    if (settings.layer_step == "equal") != (settings.layer_step_size is not None):
-        given, needed = "layer_step=equal", "layer_step_size=SIZE (|dW| / |W| of a step, for instance 0.001)"
-        if settings.layer_step != "equal":
-            given, needed = "layer_step_size", "layer_step=equal"
-        raise UserError(f"{given}: needs {needed}")
+    if settings.layer_step == "equal" and settings.layer_step_size is None:
+        raise UserError("layer_step=equal: needs layer_step_size=SIZE (|dW| / |W| of a step, for instance 0.001)")
+    if settings.layer_step != "equal" and settings.layer_step_size is not None:
+        raise UserError("layer_step_size: needs layer_step=equal")
     return settings.layer_step_size
 
 
@@ -72,23 +61,16 @@ class StepSizes:
         self._before: dict[int, Tensor] = {}
 
     def before_step(
-        self,
-        optimizer: FairseqOptimizer,
-        gradients: Sequence[Tensor | None],
-        norms: Sequence[float],
-        *,
-        last: bool = True,
+        self, optimizer: FairseqOptimizer, gradients: Sequence[Tensor | None], norms: Sequence[float], *, last: bool
     ) -> None:
         """Look at the weights, and give the gradients, with which `optimizer` steps, the length asked for.
 
         `norms` are theirs in the step itself. An update of several steps is measured as one (`last`: its last step).
         """
         moving = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        unseen = range(len(gradients)) if last else moving
-        unseen = [place for place in unseen if place not in self._weights]
-        self._weights |= dict(
-            zip(unseen, norms_of([self._parameter(number, whole=True) for number in unseen]), strict=True)
-        )
+        unseen = [n for n in (range(len(gradients)) if last else moving) if n not in self._weights]
+        whole = [self._parameter(number, whole=True) for number in unseen]
+        self._weights |= dict(zip(unseen, norms_of(whole), strict=True))
         if not is_plain_sgd(optimizer):
             if self.size is not None:
                 raise UserError(
@@ -101,36 +83,26 @@ class StepSizes:
             raise UserError("layer_step=equal: no step can be made of lr=0; give a learning rate above 0")
         lengths = [rate * norm for norm in norms]
         if self.size is not None:
-            factors = self._factors(lengths)
-            for (layer, _, _), gradient in zip(self._learning, gradients, strict=True):
+            squares: dict[int, tuple[float, float]] = {}  # layer -> of the step at this rate, of the weights
+            for place, ((layer, _, _), moved) in enumerate(zip(self._learning, lengths, strict=True)):
+                step, weight = squares.get(layer, (0.0, 0.0))
+                squares[layer] = (step + moved**2, weight + self._weights.get(place, 0.0) ** 2)
+            for place, ((layer, _, _), gradient) in enumerate(zip(self._learning, gradients, strict=True)):
+                step, weight = squares[layer]
+                factor = self.size * math.sqrt(weight / step) if step > 0 else 1.0  # no gradient: it does not move
+                lengths[place] *= factor
                 if gradient is not None:
-                    gradient.mul_(factors[layer])
-            lengths = [step * factors[layer] for (layer, _, _), step in zip(self._learning, lengths, strict=True)]
+                    gradient.mul_(factor)
         self._updates = [one + other for one, other in zip(self._updates, lengths, strict=True)]
 
-    def after_update(self) -> Moved:
-        """What the update did, once its last step is taken."""
+    def after_update(self) -> tuple[list[float], list[float]]:
+        """What the update did to each trained parameter, once its last step is taken: |dW|, and |W| before it."""
         changes = norms_of([self._parameter(number) - self._before[number] for number in self._before])
         for number, change in zip(self._before, changes, strict=True):
             self._updates[number] = change
-        moved = Moved(self._updates, [self._weights[place] for place in range(len(self._learning))])
+        moved = self._updates, [self._weights[place] for place in range(len(self._learning))]
         self._start()
         return moved
-
-    def _factors(self, lengths: Sequence[float]) -> dict[int, float]:
-        """Layer -> what brings its step of these lengths, one per parameter, to the size asked for.
-
-        A layer without a gradient does not move.
-        """
-        assert self.size is not None
-        squares: dict[int, tuple[float, float]] = {}
-        for place, ((layer, _, _), moved) in enumerate(zip(self._learning, lengths, strict=True)):
-            step, weight = squares.get(layer, (0.0, 0.0))
-            squares[layer] = (step + moved**2, weight + self._weights.get(place, 0.0) ** 2)
-        return {
-            layer: self.size * math.sqrt(weight / step) if step > 0 else 1.0
-            for layer, (step, weight) in squares.items()
-        }
 
     def _parameter(self, number: int, *, whole: bool = False) -> Tensor:
         """What learns, or the `whole` weight: in a linearized model it learns its difference to the pretrained one."""
@@ -143,10 +115,9 @@ class StepSizes:
 def is_plain_sgd(optimizer: FairseqOptimizer) -> bool:
     """Whether a step is just minus lr times the gradient."""
     inner = optimizer.optimizer  # torch's, whatever fairseq wraps around it for half precision
-    plain = {"momentum": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
-    return type(inner) is torch.optim.SGD and all(
-        group.get(name, value) == value for group in inner.param_groups for name, value in plain.items()
-    )
+    changing = ("momentum", "weight_decay", "nesterov", "maximize")
+    given = [group.get(name) for group in inner.param_groups for name in changing]
+    return type(inner) is torch.optim.SGD and not any(given)
 
 
 def norms_of(tensors: Sequence[Tensor | None], factor: float = 1.0) -> list[float]:
@@ -163,7 +134,12 @@ class WholeLayers:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError("gradient_norms=all: frozen weights' gradients are not summed over processes; train in one")
         self._layers = list(decoder.layers)
-        self._frozen_products = [_frozen_products(layer) for layer in self._layers]
+        self._frozen_products: list[list[nn.Linear]] = []  # by layer: what multiplies when called, for a hook to see
+        for layer in self._layers:
+            fused = [part for part in layer.modules() if isinstance(part, MultiheadAttention)]
+            inside = {part for module in fused for part in module.modules()}
+            products = [part for part in layer.modules() if type(part) is nn.Linear and part not in inside]
+            self._frozen_products.append([part for part in products if not part.weight.requires_grad])
         self.squares = [0.0] * len(self._layers)
 
     @contextmanager
@@ -193,9 +169,7 @@ class WholeLayers:
         if frozen:
             parameter.grad = None
 
-    def _see_product(
-        self, layer: int, scale: float, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor
-    ) -> None:
+    def _see_product(self, layer: int, scale: float, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
         """A forward hook: of the module's weight, once the gradient of `output` (..., out) is known."""
         if not torch.is_grad_enabled():
             return
@@ -204,9 +178,7 @@ class WholeLayers:
         def look(gradient: Tensor) -> None:
             self.squares[layer] += _product_square(gradient.detach().flatten(0, -2), inputs) / scale**2
 
-        if not output.requires_grad:  # nothing below learns
-            output.requires_grad_(True)
-        output.register_hook(look)
+        output.requires_grad_(True).register_hook(look)  # also where nothing below learns
 
     @property
     def norms(self) -> list[float]:
@@ -214,22 +186,10 @@ class WholeLayers:
         return [math.sqrt(square) for square in self.squares]
 
 
-def _frozen_products(layer: nn.Module) -> list[nn.Linear]:
-    """The modules with a frozen weight that multiply when they are called, so that a hook sees the product."""
-    inside = {
-        id(part) for module in layer.modules() if isinstance(module, MultiheadAttention) for part in module.modules()
-    }
-    found = [module for module in layer.modules() if type(module) is nn.Linear and id(module) not in inside]
-    return [module for module in found if not module.weight.requires_grad]
-
-
 def _product_square(gradient: Tensor, inputs: Tensor) -> float:
-    """|GᵀX|² of a gradient G (rows, out) and inputs X (rows, in), whichever way has fewer operations.
-
-    Sums over pairs of rows are in fp64: where tokens' gradients cancel, digits would.
-    """
+    """|GᵀX|² of a gradient G (rows, out) and inputs X (rows, in), whichever way has fewer operations."""
     rows, width, height = len(inputs), inputs.size(1), gradient.size(1)
     if rows * (width + height) >= width * height:
         return norms_of([torch.mm(gradient.float().t(), inputs.float())])[0] ** 2
-    gradient, inputs = gradient.double(), inputs.double()
+    gradient, inputs = gradient.double(), inputs.double()  # where tokens' gradients cancel, digits would
     return float((torch.mm(gradient, gradient.t()) * torch.mm(inputs, inputs.t())).sum())

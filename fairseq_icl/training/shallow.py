@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,6 @@ from fairseq_icl.observing.probe import at_least_single
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.settings import Settings
 from fairseq_icl.training.layer_causal import before_unembedding, check_decoder, unembedding_losses
-
-Errors = Callable[[Tensor, Tensor], Tensor]
-"""(values of f at some demonstrations (L, m, d), their numbers (m,)) -> e (L, m, d)."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Step:
 
 def descend(
     inputs: Tensor,
-    errors: Errors,
+    errors: Callable[[Tensor, Tensor], Tensor],
     weigh: Weigh,
     *,
     rate: float,
@@ -105,23 +102,20 @@ def descend(
 ) -> list[Step]:
     """Functional gradient descent from f = 0 on demonstrations with inputs (L, n, d).
 
-    `gammas`: inputs (L, n, d) -> gamma of each layer, (L,), which makes it gd++. `decay`: of f itself, each step, as
-    ridge regression has it.
+    `errors`: f at some of them (L, m, d), their numbers (m,) -> e (L, m, d). `gammas`: inputs (L, n, d) -> gamma of a
+    layer, (L,), which makes it gd++. `decay`: of f itself, each step, as ridge regression has it.
     """
     n = inputs.size(1)
     made: list[Step] = []
     coefficients, base = torch.zeros_like(inputs), torch.zeros_like(inputs)  # base: f of the steps before
     for _ in range(steps):
         weights = weigh(inputs, inputs)  # (L, n, n): [j, i] = k_i(x_j)
-        batches = torch.arange(n).split(1 if one_at_a_time else n)
-        for batch in batches:
-            values = base[:, batch] + weights[:, batch] @ coefficients
-            found = errors(values, batch)
+        for batch in torch.arange(n).split(1 if one_at_a_time else n):
+            found = errors(base[:, batch] + weights[:, batch] @ coefficients, batch)
             coefficients = (1 - rate * decay) * coefficients
             coefficients[:, batch] += rate * found
         if gammas is not None:
-            transform = gammas(inputs)[:, None, None] / n
-            made.append(Step(inputs, coefficients, transform))
+            made.append(Step(inputs, coefficients, gammas(inputs)[:, None, None] / n))
             base = base + weights @ coefficients
             inputs, coefficients = made[-1].moved(inputs), torch.zeros_like(coefficients)
     return made or [Step(inputs, coefficients)]
@@ -159,8 +153,7 @@ class Shallow(StateEdit):
         return self.value(number, torch.eye(step.inputs.size(2)).to(step.inputs)).T
 
 
-@dataclass(frozen=True)
-class Examples:
+class Examples(NamedTuple):
     """What the demonstrations show, each read alone, in the layers that learn."""
 
     inputs: Tensor  # (L, n, d) x_i
@@ -173,9 +166,8 @@ def shallow_gd(model: Model, prompts: Prompts, settings: Settings) -> Shallow:
     decoder, rate = model.lm.decoder, float(settings.lr or 0.0)
     layers = check_decoder(decoder, settings.layers, what="shallow_gd")
     examples = demonstration_states(model, prompts, layers)
-    weigh = Weigh(
-        settings.kernel if settings.shallow == "kernel" else "linear", settings.shallow_step == "preconditioned"
-    )
+    kernel = settings.kernel if settings.shallow == "kernel" else "linear"
+    weigh = Weigh(kernel, settings.shallow_step == "preconditioned")
     if settings.shallow == "ridge":
         if settings.shallow_step != "plain":
             raise UserError(f"shallow_step={settings.shallow_step}: shallow=ridge is in closed form; leave it out")
@@ -184,15 +176,10 @@ def shallow_gd(model: Model, prompts: Prompts, settings: Settings) -> Shallow:
             raise UserError("shallow=ridge: this model's label embeddings are not as wide as its states; use linear")
         steps = ridge(examples.inputs, targets.expand_as(examples.inputs), weigh, rate)
     else:
-        steps = descend(
-            examples.inputs,
-            partial(cross_entropy_errors, decoder, examples),
-            weigh,
-            rate=rate,
-            steps=settings.shallow_steps,
-            one_at_a_time=settings.shallow_batch == "one",
-            gammas=inverse_of_largest_eigenvalue if settings.shallow_step == "gd++" else None,
-        )
+        errors, one = partial(cross_entropy_errors, decoder, examples), settings.shallow_batch == "one"
+        gammas = inverse_of_largest_eigenvalue if settings.shallow_step == "gd++" else None
+        number = settings.shallow_steps
+        steps = descend(examples.inputs, errors, weigh, rate=rate, steps=number, one_at_a_time=one, gammas=gammas)
     if not all(bool(step.coefficients.isfinite().all()) for step in steps):
         raise UserError("shallow_gd: diverged, its functions are NaN or infinite; lower lr")
     return Shallow(steps, weigh, layers)
@@ -230,10 +217,8 @@ def demonstration_states(model: Model, prompts: Prompts, layers: range) -> Examp
         run_edited(decoder, run_prefix(decoder, prompts.start), inputs, recorder)
 
     model.evaluate(run)
-    received, after = (
-        at_least_single(recorder.stacked(kept)[layers.start : layers.stop])
-        for kept in (recorder.received, recorder.after_attention)
-    )
+    kept = (recorder.received, recorder.after_attention)
+    received, after = (at_least_single(recorder.stacked(part)[layers.start : layers.stop]) for part in kept)
     return Examples(received, after, labels.to(received.device))
 
 
@@ -241,21 +226,18 @@ def check_residual(decoder: Any, tokens: Sequence[int]) -> None:
     """Refuse a model that does something to the attention's output before, or right after, it is added to its input."""
     device = next(decoder.parameters()).device
     last = torch.tensor([len(tokens) - 1], device=device)
-    recorder, found = Recorder(), dict[int, Tensor]()
-
-    def look(number: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[number] = args[0][last, 0]
-
+    recorder, found = Recorder(), dict[nn.Module, Tensor]()
+    norms = [getattr(layer, "final_layer_norm", None) for layer in decoder.layers]
     with ExitStack() as hooks:
-        for number, layer in enumerate(decoder.layers):
-            if hasattr(layer, "final_layer_norm"):  # receives the sum, where attention and MLP follow each other
-                hooks.enter_context(layer.final_layer_norm.register_forward_pre_hook(partial(look, number)))
+        for norm in filter(None, norms):  # they receive the sum, where attention and MLP follow each other
+            look = norm.register_forward_pre_hook(lambda module, args: found.update({module: args[0][last, 0]}))
+            hooks.enter_context(look)
         hooks.enter_context(edited(decoder, recorder, torch.zeros_like(last), last))
         decoder.extract_features(torch.tensor([tokens], device=device), None)
-    for number, layer in enumerate(decoder.layers):
+    for number, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
         side_by_side = getattr(layer, "parallel_residual", False) and layer.normalize_before
         (expected,) = recorder.after_attention[number]
-        if not side_by_side and not (number in found and torch.allclose(found[number], expected, rtol=1e-3, atol=1e-4)):
+        if not side_by_side and not (norm in found and torch.allclose(found[norm], expected, rtol=1e-3, atol=1e-4)):
             raise UserError(
                 "shallow_gd: this model norms or scales what its attention puts out before it is added to the state, "
                 "so a function cannot be learnt there; use lcgd"

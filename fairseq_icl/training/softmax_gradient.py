@@ -11,37 +11,25 @@ backward.
 import re
 from typing import Any
 
-import torch
 from fairseq.modules import MultiheadAttention
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
-from fairseq_icl.observing.probe import attention_modules, is_plain
+from fairseq_icl.observing.probe import attention_modules, detached, is_plain
 from fairseq_icl.settings import SETTINGS, Settings
-
-BEFORE_SOFTMAX = ("q_", "k_")
-"""How the names of a module's parts begin that come before its softmax: q_proj, k_proj, q_norm, k_norm."""
-
-
-LORA = "lora"
-"""The value of `train_parameters` that lets the key and value projections learn in a random subspace (gradients.py)."""
 
 
 def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
-    """Freeze all parameters but those that `train_parameters`, `biases` and `softmax_gradient` let learn.
-
-    Returns what learns, in words: "4 tensors, layers 28 to 29, 0.9 million parameters".
-    """
-    if settings.train_parameters == LORA:
-        model.freeze_all_but(SETTINGS["train_parameters"].default, biases=False)
-    else:
-        model.freeze_all_but(settings.train_parameters, biases=settings.biases == "trained")
+    """Freeze all but what the settings let learn: in words "4 tensors, layers 28 to 29, 0.9 million parameters"."""
+    is_lora = settings.train_parameters == "lora"  # key and value projections in a random subspace (gradients.py)
+    parts = SETTINGS["train_parameters"].default if is_lora else settings.train_parameters
+    model.freeze_all_but(parts, biases=not is_lora and settings.biases == "trained")
     if settings.softmax_gradient == "stopped":
         for module in attention_modules(model.decoder):
             for name, parameter in module.named_parameters():
-                if name.startswith(BEFORE_SOFTMAX):
+                if name.startswith(("q_", "k_")):  # before the softmax: q_proj, k_proj, q_norm, k_norm
                     parameter.requires_grad_(False)
         if not model.trained_names:
             raise UserError(
@@ -61,30 +49,21 @@ def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
 def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:
     """Hooks on a decoder of which queries and keys are frozen; they act in passes that keep a graph."""
     hooks: list[RemovableHandle] = []
+
+    def detach_query_and_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        by_name = {name: detached(kwargs[name]) for name in ("query", "key") if name in kwargs}
+        return (*map(detached, args[:2]), *args[2:]), kwargs | by_name
+
     for module in attention_modules(decoder):
         if is_plain(module):
             # fairseq's fused attention never calls q_proj and k_proj, but projects the three inputs it is given.
-            hooks.append(module.register_forward_pre_hook(_detach_query_and_key, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(detach_query_and_key, with_kwargs=True))
         elif isinstance(module, MultiheadAttention):
             raise UserError(
                 "softmax_gradient=stopped: not implemented for this model's attention (extra keys, or xformers); "
                 "use softmax_gradient=kept"
             )
         else:
-            hooks += [part.register_forward_hook(_detach_output) for part in (module.q_proj, module.k_proj)]
+            parts = (module.q_proj, module.k_proj)
+            hooks += [part.register_forward_hook(lambda _, __, output: detached(output)) for part in parts]
     return hooks
-
-
-def _detach_query_and_key(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Passes without a graph have nothing to stop, and detach would drop the tangents of forward-mode differentiation.
-    if not torch.is_grad_enabled():
-        return args, kwargs
-    names = ("query", "key")
-    detached = {name: kwargs[name].detach() for name in names if name in kwargs}
-    return (*(x.detach() for x in args[:2]), *args[2:]), kwargs | detached
-
-
-def _detach_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.detach() if torch.is_grad_enabled() else output

@@ -17,6 +17,7 @@ run once, and the last one in as many versions at once as there are layers or he
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 from fairseq_icl.errors import UserError
 from fairseq_icl.models import Model
 from fairseq_icl.models.state_edits import Recorder, StateEdit
-from fairseq_icl.observing.prefix import extend_prefix, run_edited, run_prefix, supports_prefix
+from fairseq_icl.observing.prefix import run_edited, run_prefix, supports_prefix
 from fairseq_icl.observing.probe import attention_modules
 from fairseq_icl.prompts.build import Prompts, build_prompts
 from fairseq_icl.prompts.encoding import Query, Tokens
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.layer_causal import parse_layers
+from fairseq_icl.training.layer_causal import one_layer_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,8 @@ class EachRowAtItsHead(StateEdit):
         self.means = means
 
     def heads(self, layer: int, heads: Tensor) -> Tensor:
-        number = self.means.size(1)
-        changed = heads.clone()
-        rows = 1 + layer * number + torch.arange(number)
-        changed[rows, torch.arange(number)] = self.means[layer].to(changed)
+        changed, every = heads.clone(), torch.arange(self.means.size(1))
+        changed[1 + layer * len(every) + every, every] = self.means[layer].to(changed)
         return changed
 
 
@@ -77,8 +76,7 @@ def task_vector(model: Model, prompts: Prompts, settings: Settings) -> StateEdit
     _check(model, prompts, "task_vector")
     dummy, *others = train_queries(model, prompts, settings, settings.selection_rows + 1)
     recorder = Recorder()
-    for _ in label_logprobs(model, prompts.context, [dummy], recorder):
-        pass
+    list(label_logprobs(model, prompts.context, [dummy], recorder))
     states = recorder.stacked(recorder.states)[:, 0]  # (L, d)
     at = chosen_layer(model, prompts, settings, others, states, added=False)
     return AtLayer(at, states[at], added=False)
@@ -89,8 +87,7 @@ def function_vector(model: Model, prompts: Prompts, settings: Settings) -> State
     _check(model, prompts, "function_vector")
     queries = train_queries(model, prompts, settings, settings.selection_rows)
     means = mean_head_outputs(model, prompts.context, queries)
-    misled = context_that_tells_nothing(model, prompts)
-    effects = indirect_effects(model, misled, queries, means)
+    effects = indirect_effects(model, context_that_tells_nothing(model, prompts), queries, means)
     heads = largest(effects, settings.vector_heads)
     vector = projected_sum(model, means, heads)
     at = chosen_layer(model, prompts, settings, queries, vector.expand(means.size(0), -1), added=True)
@@ -130,20 +127,16 @@ def context_that_tells_nothing(model: Model, prompts: Prompts) -> Tokens:
 def label_logprobs(
     model: Model, context: Tokens, queries: Sequence[Query], edit: StateEdit, versions: int = 1
 ) -> Iterator[Tensor]:
-    """Of each query, the log-probability of its right label's first token under the edit: (versions,).
-
-    The query's last token runs `versions` times side by side; the edit sees one row for each.
-    """
+    """Of each query the log-probability of its right label's first token, (versions,): the edit sees a row for each."""
     decoder = model.lm.decoder
     prefix = model.evaluate(lambda: run_prefix(decoder, context))
     for query in queries:
         tokens, label = query.inputs[query.gold], query.labels[query.gold][0]
 
-        def run(tokens: Tokens = tokens) -> Tensor:
-            past = extend_prefix(decoder, prefix, tokens[:-1])
+        def run(tokens: Tokens = tokens) -> Any:
+            past = run_prefix(decoder, (*context, *tokens[:-1]), prefix)
             features = run_edited(decoder, past, [tokens[-1:]] * versions, edit)
-            log_probs: Tensor = decoder.get_normalized_probs((decoder.output_layer(features), None), log_probs=True)
-            return log_probs
+            return decoder.get_normalized_probs((decoder.output_layer(features), None), log_probs=True)
 
         yield model.evaluate(run)[:, label].float()
 
@@ -153,10 +146,7 @@ def chosen_layer(
 ) -> int:
     """The layer of the setting `layers`, or the one whose vector, (L, d), makes right labels most likely, zero-shot."""
     if settings.layers is not None:
-        layers = parse_layers(settings.layers, len(vectors))
-        if len(layers) > 1:
-            raise UserError(f"layers={settings.layers}: a vector is put at one layer; give one of 0-{len(vectors) - 1}")
-        return layers[0]
+        return one_layer_of(settings.layers, len(vectors), "a vector is put at one layer")
     edit = EachRowAtItsLayer(vectors, added)
     found = torch.stack(list(label_logprobs(model, prompts.start, queries, edit, len(vectors))))  # (queries, L)
     # In the place of the last layer's states a vector gives every query the same answer: no account of any.
@@ -167,8 +157,7 @@ def chosen_layer(
 def mean_head_outputs(model: Model, context: Tokens, queries: Sequence[Query]) -> Tensor:
     """What each head puts out at the last token of queries after the context, on average: (L, H, D)."""
     recorder = Recorder(wants_heads=True)
-    for _ in label_logprobs(model, context, queries, recorder):
-        pass
+    list(label_logprobs(model, context, queries, recorder))
     return recorder.stacked(recorder.head_outputs).mean(1)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_icl import observing
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing import Observation, Observer, observe
+from fairseq_icl.observing import observer as observing
 from fairseq_icl.observing.layout import plan_batches
 from fairseq_icl.observing.observation import concatenate
 from fairseq_icl.observing.prefix import run_prefix
@@ -240,7 +240,7 @@ def test_the_context_runs_once_for_all_queries(monkeypatch: pytest.MonkeyPatch) 
     for query in queries:
         observer([query])
     assert observer.prefix is first
-    assert [context for _, context in runs] == [CONTEXT]
+    assert [context for _, context, _ in runs] == [CONTEXT]
 
 
 def test_other_weights_are_observed_without_being_put_into_the_module() -> None:

@@ -10,7 +10,7 @@ from fairseq_icl.models.linearized_lm import LinearizedLM
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.training.gradients import GradientControl
-from fairseq_icl.training.sequential import sequential_step
+from fairseq_icl.training.layer_causal import sequential_step
 from tests.criterions.tiny_model import sample_of
 from tests.models.tiny_linearized import build_decoder
 from tests.models.tiny_transformers import tiny_decoder

@@ -8,7 +8,7 @@ import torch
 
 import fairseq_icl as fi
 from fairseq_icl.errors import UserError
-from fairseq_icl.observing.prefix import Prefix, extend_prefix, run_prefix
+from fairseq_icl.observing.prefix import Prefix, run_prefix
 from fairseq_icl.training.dynamics import METRICS, Curve
 from tests.observing.tiny import CONTEXT, tiny_model
 
@@ -81,8 +81,8 @@ def test_a_prefix_grows_by_what_is_new_alone():
     decoder.layers[0].register_forward_hook(lambda module, args, output: ran.append(args[0].size(1)))
     with torch.no_grad():
         grown: Prefix = run_prefix(decoder, CONTEXT[:10])
-        for start, stop in ((10, 11), (11, 30), (30, len(CONTEXT))):
-            grown = extend_prefix(decoder, grown, CONTEXT[start:stop])
+        for stop in (11, 30, len(CONTEXT)):
+            grown = run_prefix(decoder, CONTEXT[:stop], grown)
     assert ran == [10, 1, 19, len(CONTEXT) - 30]
     assert grown.length == whole.length
     for mine, expected in zip(grown.keys + grown.values, whole.keys + whole.values, strict=True):

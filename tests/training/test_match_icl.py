@@ -89,7 +89,7 @@ def test_nothing_is_missing_if_the_outputs_are_the_targets():
     with torch.no_grad(), attention_outputs(model.decoder) as outputs:
         model(tokens)
     own = torch.stack([output[1:, 0] for output in outputs])
-    reached = dataclasses.replace(targets, outputs={7: own})
+    reached = targets._replace(outputs={7: own})
     scored = torch.ones(1, tokens.size(1) - 1, dtype=torch.bool)
     losses = matching_losses(model, model.decoder, reached, [7], tokens, scored)
     assert losses.shape == (2, tokens.size(1) - 1)
