@@ -211,7 +211,8 @@ def _kendall_by_pairs(a: Tensor, b: Tensor) -> Similarity:
     for part in zip(a.flatten(0, -2).split(some), b.flatten(0, -2).split(some), strict=True):
         in_a, in_b = ((rows[:, :, None] - rows[:, None, :]).sign().flatten(1).float() for rows in part)  # (rows, T * T)
         sums.append(torch.stack([signs.double().sum(-1) / 2 for signs in (in_a * in_b, in_a.abs(), in_b.abs())]))
-    return _tau(*torch.cat(sums, dim=1), a.shape[:-1])
+    agreement, untied_a, untied_b = torch.cat(sums, dim=1)
+    return _tau(agreement, untied_a, untied_b, a.shape[:-1])
 
 
 @remembered(3)
