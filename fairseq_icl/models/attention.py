@@ -166,6 +166,7 @@ class Seam:
     def __init__(self) -> None:
         self.look: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.stand_in: StandIn | None = None
+        self.heads_per_key = 1  # neighbouring heads whose keys and values are the same
 
     def attend(
         self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0

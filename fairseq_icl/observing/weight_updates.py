@@ -25,28 +25,30 @@ def observe_weight_updates(
     layout = lay_out(queries, position)
     tokens = layout.tokens(before=start)[layout.recorded_sequence]  # (n, T)
     place = torch.arange(tokens.size(1))
+    decoder, device = base.lm.decoder, prefix.keys[0].device
     is_token = (place >= len(start)) & (place < layout.recorded_position[:, None] + len(start) + 1)  # (n, T)
-    decoder = base.lm.decoder
+    is_token = is_token.to(device)
     modules = attention_modules(decoder)
 
     def matrices(inputs: Sequence[Tensor]) -> Tensor:  # (n, L, H, D, D)
         layers = []
         for module, x in zip(modules, inputs, strict=True):
             _, keys, values = map(at_least_single, queries_keys_values(module, x))
-            layers.append(head_matrices(keys, values, is_token.to(x.device)))
+            layers.append(head_matrices(keys, values, is_token))
         return torch.stack(layers, dim=1)
 
     def run_base() -> tuple[list[Tensor], Tensor]:
         with attention_inputs(decoder) as inputs:
-            decoder.extract_features(tokens.to(prefix.keys[0].device), None)
+            decoder.extract_features(tokens.to(device), None)
         return inputs, matrices(inputs)
 
     inputs, before = base.evaluate(run_base)
     after = tuned.evaluate(lambda: matrices(inputs))
-    return WeightUpdates(icl=_prefix_matrices(prefix).cpu(), ft=(after - before).cpu())
+    icl = _prefix_matrices(prefix).repeat_interleave(modules[0].num_heads // len(prefix.keys[0]), dim=1)
+    return WeightUpdates(icl=icl.cpu(), ft=(after - before).cpu())
 
 
 def _prefix_matrices(prefix: Prefix) -> Tensor:
-    """V'^T K' of the context without its BOS, which the zero-shot prompt has too: (L, H, D, D)"""
+    """V'^T K' of the context without its BOS, which the zero-shot prompt has too: (L, G, D, D)"""
     pairs = [(at_least_single(keys), at_least_single(v)) for keys, v in zip(prefix.keys, prefix.values, strict=True)]
     return torch.stack([values[:, 1:].transpose(1, 2) @ keys[:, 1:] for keys, values in pairs])

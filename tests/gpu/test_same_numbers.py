@@ -21,7 +21,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 """Of the largest number of a tensor: attention is another kernel there, and fine-tuning amplifies its rounding."""
 METHODS = ["gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl"]
 CASES = [*(("fp32", method) for method in METHODS), ("fp16", "gd"), ("fp16", "linearized"), ("bf16", "lcgd")]
-FAMILIES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}}
+FAMILIES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}, "mistral window": {"sliding_window": 8}}
 
 Numbers = tuple[list[dict[str, Tensor]], pd.DataFrame]
 

@@ -24,10 +24,11 @@ IGNORED = ("position_ids", "position_embeddings", "cache_position", "past_key_va
 class FamilySeam(Seam):
     """The seam of an attention module of transformers, with what the module does not say when it asks."""
 
-    def __init__(self, scaling: float, window: int | None) -> None:
+    def __init__(self, scaling: float, window: int | None, heads_per_key: int) -> None:
         super().__init__()
         self.scaling = scaling
         self.window = window
+        self.heads_per_key = heads_per_key
         self.rule = ORDINARY
 
 

@@ -62,7 +62,7 @@ class Attention(nn.Module):
     def __init__(self, block: nn.Module, heads: Heads) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.scaling = heads.heads, heads.head_dim, heads.scaling
-        self.seam = FamilySeam(heads.scaling, heads.window)
+        self.seam = FamilySeam(heads.scaling, heads.window, heads.heads_per_key)
         block.__dict__["seam"] = self.seam
         for name in list(block._modules):
             part = moved(block, name)

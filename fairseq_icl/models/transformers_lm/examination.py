@@ -29,6 +29,7 @@ class Heads:
 
     place: Place
     heads: int
+    heads_per_key: int
     head_dim: int
     scaling: float
     window: int | None
@@ -228,7 +229,8 @@ def _rows_of(whole: nn.Linear, rows: Tensor) -> nn.Linear:
 def _heads(block: nn.Module, call: Call, seen: _Pass) -> Heads:
     output = seen.of(call.module)[1]
     heads, width = call.query.size(1), call.query.size(3)
-    return Heads(_place(block, call.module), heads, width, call.scaling, call.window, _others(output))
+    shared = heads // call.key.size(1)
+    return Heads(_place(block, call.module), heads, shared, width, call.scaling, call.window, _others(output))
 
 
 def _place(model: nn.Module, wanted: nn.Module) -> Place:
