@@ -256,10 +256,12 @@ class Observer:
             scored = filled_up([sequences[place].scored for place in places])[:, 1:]
 
             chosen = [queries[place] for place in places]
-            last = torch.tensor([len(self.context) + len(query.inputs[query.gold]) - 1 for query in chosen])
+            ends = [len(self.context) + len(query.inputs[query.gold]) - 1 for query in chosen]
+            last = torch.tensor(ends, device=device)
 
             def run(tokens: Tensor = given[:, :-1], last: Tensor = last) -> Tensor:
-                with edited(decoder, self.model.edit, torch.arange(len(last)), last), positions_from(decoder, 0):
+                first = torch.arange(len(last), device=last.device)
+                with edited(decoder, self.model.edit, first, last), positions_from(decoder, 0):
                     return decoder(tokens)[0]
 
             log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)

@@ -223,8 +223,9 @@ class Seen:
 
     def _hidden(self, window: int, rows: Tensor | slice, heads: int) -> Tensor:
         """(HR/G, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
-        length, device = self.keys.size(1), self.keys.device
-        distance = self.packed.position.to(device)[rows, None] + length - torch.arange(length, device=device)
+        count = partial(torch.arange, device=self.keys.device)  # made where they are used: nothing goes there
+        position = torch.cat([count(length).repeat(sequences) for sequences, length in self.packed.groups])  # (N,)
+        distance = position[rows, None] + self.keys.size(1) - count(self.keys.size(1))
         return torch.where(distance < window, 0.0, HIDDEN).repeat(heads // len(self.keys), 1)
 
     def softmax(
