@@ -77,8 +77,13 @@ class PretrainedLM(FairseqLanguageModel):
         return cls.load(task.files.source, task.source_dictionary, task.settings)
 
     @classmethod
-    def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
-        """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
+    def load(
+        cls, source: Any, dictionary: Dictionary, settings: Settings, device: torch.device | str = "cpu"
+    ) -> "PretrainedLM":
+        """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...).
+
+        A pretrained one is read to `device` at once, and needs no room on the host; others are drawn on the CPU.
+        """
         decoder = load_decoder(
             source,
             dictionary,
@@ -86,6 +91,7 @@ class PretrainedLM(FairseqLanguageModel):
             final_norm=settings.final_norm,
             seed=settings.seed,
             dtype=DTYPES[settings.precision],
+            device=device if settings.init == "pretrained" else "cpu",
         )
         round_to(decoder, settings.precision)
         perturb(decoder, settings.perturbation)  # after rounding, which would undo it
@@ -172,15 +178,16 @@ def load_decoder(
     final_norm: str = "kept",
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> FairseqDecoder:
-    """The decoder of a checkpoint or folder in fp32, whole (`init="pretrained"`) or as one of the papers' baselines.
+    """The decoder of a checkpoint or folder, whole (`init="pretrained"`) or as one of the papers' baselines.
 
     `init` says what is taken from the checkpoint, the rest being fairseq's random initialisation from `seed`:
     nothing ("untrained"), the layer norms of the layers ("layer-norms"), or those and the embeddings
     ("trained-embeddings"). `final_norm="lost"` removes the final layer norm of the last two, as the authors' code
     does by accident: it drops fairseq's version marker together with the weights. A model without that norm stays
     as it is. Norms of queries and keys, which some families have, are none of the layers' own. What transformers runs
-    is initialised as transformers does it, and read in `dtype` at once.
+    is initialised as transformers does it. Whole ones are read in `dtype`, to `device`, at once; others are in fp32.
     """
     if isinstance(path, HFModel):
         if dictionary != path.dictionary:
@@ -189,11 +196,13 @@ def load_decoder(
                 f"({len(path.dictionary):,}); leave out --dict"
             )
         if path.is_fairseqs:
+            if init == "pretrained":
+                return xglm.load_decoder(path, dictionary, dtype, device)
             return _load_xglm(path, dictionary, init, final_norm, seed)
         from fairseq_icl.models.transformers_lm import load_folder
 
         check_files(path.weight_files())
-        return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype)
+        return load_folder(path.folder, dictionary, init, final_norm, seed, dtype=dtype, device=device)
     state = read_checkpoint(path)
     config = language_model_config(state, path)
     weights = {name.removeprefix("decoder."): tensor for name, tensor in state["model"].items()}
@@ -203,7 +212,7 @@ def load_decoder(
         with without_initialisation():
             decoder = _build(config, dictionary, rule)
         del state, weights  # the file's mapping with all its pages in memory; see _load_all
-        _load_all(decoder, path)
+        _load_all(decoder, path, dtype, device)
         return decoder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -225,9 +234,7 @@ def _build(config: TransformerLanguageModelConfig, dictionary: Dictionary, rule:
 
 
 def _load_xglm(model: HFModel, dictionary: Dictionary, init: str, final_norm: str, seed: int) -> FairseqDecoder:
-    """`load_decoder` for XGLM and dense LMs in its form."""
-    if init == "pretrained":
-        return xglm.load_decoder(model, dictionary)
+    """A baseline of XGLM and dense LMs in its form."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         decoder = xglm.build_decoder(model, dictionary)
@@ -242,7 +249,7 @@ def _load_xglm(model: HFModel, dictionary: Dictionary, init: str, final_norm: st
 
 
 def round_to(decoder: nn.Module, precision: str) -> None:
-    """Round the weights of a decoder in fp32 to `precision`, in place."""
+    """Round the weights of a decoder to `precision`, in place, if they are not yet."""
     if precision == "fp32":
         return
     decoder.to(DTYPES[precision])
@@ -263,11 +270,11 @@ def check_vocabulary(weights: dict[str, Tensor], dictionary: Dictionary, path: s
         )
 
 
-def _load_all(decoder: TransformerDecoder, path: str | Path) -> None:
+def _load_all(decoder: TransformerDecoder, path: str | Path, dtype: torch.dtype, device: torch.device | str) -> None:
     """Copy every weight and insist on completeness.
 
     The pages of a mapped file count as memory once they were read, until the mapping is let go: so the file is mapped
-    anew after every few tensors, and a model in fp16 needs its size in fp32 and no half of it more.
+    anew after every few tensors, and a model needs its size in the precision asked for and little more.
     """
     target, source = decoder.state_dict(keep_vars=True), _renamed_weights(decoder, path)
     own = {name for name in target if not name.endswith("_float_tensor")}
@@ -282,7 +289,7 @@ def _load_all(decoder: TransformerDecoder, path: str | Path) -> None:
         )
     read = 0
     for name in sorted(own - {"version"}):
-        _copy(target[name], source[name], name, path)
+        _copy(target[name], source[name], name, path, dtype, device)
         read += source[name].nbytes
         if read > MAPPED_BYTES and is_mapped(path):
             read, source = 0, _renamed_weights(decoder, path)
@@ -312,16 +319,23 @@ def _module_name(parameter: str) -> str:
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Tensor, name: str, path: str | Path) -> None:
+def _copy(
+    target: Tensor,
+    source: Tensor,
+    name: str,
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
     if target.shape != source.shape:
         raise UserError(
             f"{path}: decoder.{name} has the shape {tuple(source.shape)}, its architecture says {tuple(target.shape)}"
         )
     if not source.is_floating_point():
         raise UserError(f"{path}: decoder.{name} holds {source.dtype}, not weights; get a sound copy of the model")
-    target.copy_(source)
-    if target.numel():
-        low, high = torch.aminmax(target)  # both are NaN if any value is
+    target.data = source.to(device, dtype, copy=True)  # what the target had was never written: it took no memory
+    if source.numel():  # not the target's: what does not fit into its precision is told in other words
+        low, high = torch.aminmax(source)  # both are NaN if any value is
         if not (low.isfinite() and high.isfinite()):
             raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
 

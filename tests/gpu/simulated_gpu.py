@@ -2,7 +2,6 @@
 
     from tests.gpu import simulated_gpu   # before torch
     gpu = simulated_gpu.start(2)          # from here on torch.cuda.is_available()
-    ...
     gpu.crossings, gpu.peak               # what moved between host and device, and how much memory was in use
 
 `Simulated` is a wrapper of tensors whose device in C++ is cuda:N, so all of torch above the kernels (autograd's device
@@ -122,8 +121,7 @@ class Simulated(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             made: Any = Simulated(self.inner.clone(), self.device)
-            is_parameter = getattr(self, "_is_param", False)
-            memo[id(self)] = nn.Parameter(made, requires_grad=self.requires_grad) if is_parameter else made
+            memo[id(self)] = nn.Parameter(made, self.requires_grad) if hasattr(self, "_is_param") else made
         return memo[id(self)]
 
     @property
@@ -255,7 +253,7 @@ def _efficient_attention(
 
 
 class _Factories(TorchDispatchMode):
-    """For operators without a simulated argument: torch.zeros(..., device="cuda")."""
+    """For operators without a simulated argument: torch.zeros(..., device="cuda"). Other threads have two kernels."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         on_gpu = torch.device((kwargs or {}).get("device") or CPU).type == "cuda"
@@ -296,5 +294,7 @@ def start(devices: int = 1) -> Machine:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the CPU, then moved
     for name in ("silu_backward", "mish_backward"):  # CUDA has kernels of these; without, torch takes them apart
         KERNELS.impl(name, lambda *_: NotImplemented)
+    for func in (aten.empty.memory_format, aten.empty_strided.default):
+        KERNELS.impl(func, lambda *sizes, _func=func, **facts: _simulate(_func, sizes, facts))
     _Factories().__enter__()
     return GPU

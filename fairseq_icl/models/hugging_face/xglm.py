@@ -28,11 +28,13 @@ UNUSED = r"model\.embed_positions\.weights?|(?:model|decoder)\.mevo_layer\..*"
 Keep = Callable[[str], bool]
 
 
-def load_decoder(model: HFModel, dictionary: Dictionary) -> TransformerDecoder:
+def load_decoder(
+    model: HFModel, dictionary: Dictionary, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> TransformerDecoder:
     """fairseq's decoder with all weights of the folder."""
     with without_initialisation():
         decoder = build_decoder(model, dictionary)
-    load_weights(decoder, model)
+    load_weights(decoder, model, dtype=dtype, device=device)
     return decoder
 
 
@@ -44,7 +46,13 @@ def build_decoder(model: HFModel, dictionary: Dictionary) -> TransformerDecoder:
 
 
 @torch.no_grad()
-def load_weights(decoder: TransformerDecoder, model: HFModel, keep: Keep = lambda name: True) -> None:
+def load_weights(
+    decoder: TransformerDecoder,
+    model: HFModel,
+    keep: Keep = lambda name: True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
     """Copy weights of the folder into `decoder`, those whose parameter name (`layers.0.fc1.weight`) `keep` accepts.
 
     A tensor that is unknown, missing, of the wrong shape or not finite is a UserError.
@@ -61,8 +69,8 @@ def load_weights(decoder: TransformerDecoder, model: HFModel, keep: Keep = lambd
                 f"{file}: {name} has the shape {tuple(tensor.shape)} of {tensor.dtype}, config.json says {wanted}; "
                 "use weights and config.json of one model, not quantised"
             )
-        parameter.copy_(tensor)
-        low, high = torch.aminmax(parameter)  # both are NaN if any value is
+        parameter.data = tensor.to(device, dtype, copy=True)
+        low, high = torch.aminmax(tensor)  # both are NaN if any value is
         if not (low.isfinite() and high.isfinite()):
             raise UserError(f"{file}: {name} holds NaN or infinite weights; get a sound copy of the model")
     if missing:

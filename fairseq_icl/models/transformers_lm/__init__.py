@@ -54,10 +54,11 @@ def load_folder(
     seed: int = 1,
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> TransformersDecoder:
     """The decoder in a folder; `init`, `final_norm` and `seed` as in `models.pretrained_lm.load_decoder`."""
     config = read_config(folder)
-    model = _untrained(folder, config, seed) if init == "untrained" else _pretrained(folder, config, dtype)
+    model = _untrained(folder, config, seed) if init == "untrained" else _pretrained(folder, config, dtype, device)
     decoder = adapted(model.eval().requires_grad_(False), dictionary, str(folder))
     decoder.requires_grad_(True)
     if init in ("layer-norms", "trained-embeddings"):
@@ -79,7 +80,7 @@ def adapted(model: Any, dictionary: Dictionary, name: str) -> TransformersDecode
     model.set_experts_implementation(
         "eager"
     )  # the others have no forward derivative; models without experts do not care
-    tokens = first_tokens(model.config.get_text_config().vocab_size)
+    tokens = first_tokens(model.config.get_text_config().vocab_size).to(model.device)
     with torch.no_grad():
         expected = model(tokens, use_cache=False).logits
         decoder = TransformersDecoder(model, dictionary, examine(model, name))
@@ -104,14 +105,16 @@ def _untrained(folder: Path, config: Any, seed: int) -> Any:
         return import_transformers(folder).AutoModelForCausalLM.from_config(_still(config), attn_implementation="eager")
 
 
-def _pretrained(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _pretrained(folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
     transformers = import_transformers(folder)
+    place = {"device_map": {"": str(device)}} if torch.device(device).type == "cuda" else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, config=_still(config), dtype=dtype, attn_implementation="eager",
                 local_files_only=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+                **place,
             )  # fmt: skip
     except Exception as error:
         raise _refusal(folder, error) from error
