@@ -18,6 +18,8 @@ NOT_WITH_SIMULATED_GPUS = {
     "tests/cli/test_slurm.py": "its jobs run on a cluster of CPUs",
     "tests/test_setup_script.py": "makes environments, which import nothing of ours",
     "tests/test_wheel.py": "makes an environment of its own, without the simulation",
+    "tests/test_help.py::test_help_imports_nothing_slow": "the simulation imports torch before anything else",
+    "tests/test_import.py": "the simulation imports torch before anything else",
     "tests/criterions/test_layer_causal_parallel.py": "DistributedDataParallel asks CUDA itself",
     "tests/models/test_dual_linear.py::test_a_frozen_layer_costs_two_products": "the profiler sees operators twice",
 }

@@ -254,7 +254,8 @@ def round_to(decoder: nn.Module, precision: str) -> None:
         return
     decoder.to(DTYPES[precision])
     for name, parameter in decoder.named_parameters():
-        if not bool(parameter.isfinite().all()):
+        # Of the extremes: `isfinite` of all would take room for twice the largest tensor.
+        if parameter.numel() and not bool(torch.stack(torch.aminmax(parameter)).isfinite().all()):
             raise UserError(f"precision={precision}: {name} has weights too large for it; use precision=bf16 or fp32")
 
 
@@ -333,7 +334,10 @@ def _copy(
         )
     if not source.is_floating_point():
         raise UserError(f"{path}: decoder.{name} holds {source.dtype}, not weights; get a sound copy of the model")
-    target.data = source.to(device, dtype, copy=True)  # what the target had was never written: it took no memory
+    if (target.device.type, target.dtype) == (torch.device(device).type, dtype):
+        target.copy_(source)
+    else:  # what the target had was never written: it took no memory
+        target.data = source.to(device, dtype)
     if source.numel():  # not the target's: what does not fit into its precision is told in other words
         low, high = torch.aminmax(source)  # both are NaN if any value is
         if not (low.isfinite() and high.isfinite()):

@@ -55,7 +55,7 @@ aten = torch.ops.aten
 KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
 CPU = torch.device("cpu")
 HALF = (torch.float16, torch.bfloat16)
-MEMORY = 24 * 2**30
+PROPERTIES = {"name": "Simulated", "major": 8, "minor": 0, "multi_processor_count": 1}
 
 
 class Machine:
@@ -67,7 +67,7 @@ class Machine:
         self._lock = threading.RLock()
         self.reset()
 
-    def reset(self, devices: int = 1, total: int = MEMORY) -> None:
+    def reset(self, devices: int = 1, total: int = 24 * 2**30) -> None:
         """Forget what was counted."""
         self.devices, self.total, self.kernels, self.peak = devices, total, 0, self.memory
         self.crossings: Counter[tuple[str, str]] = Counter()  # (kind, line of code) -> how often
@@ -281,7 +281,7 @@ def start(devices: int = 1) -> Machine:
         "memory_summary": lambda: "simulated",
         "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
         "get_device_name": lambda: "Simulated GPU",
-        "get_device_properties": lambda: SimpleNamespace(name="Simulated", total_memory=GPU.total, major=8, minor=0),
+        "get_device_properties": lambda: SimpleNamespace(total_memory=GPU.total, **PROPERTIES),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer())
