@@ -47,7 +47,6 @@ _guard = _load_guard()
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.utils._mode_utils import no_dispatch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
@@ -130,8 +129,7 @@ class Simulated(Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        same = isinstance(value, Simulated) and (value.device, value.dtype) == (self.device, self.dtype)
-        if same and value.shape == self.shape:
+        if (value.device, value.dtype, value.shape) == (self.device, self.dtype, self.shape):
             GPU.count(value.inner, 1)
             GPU.count(self.inner, -1)
             self.inner = value.inner
@@ -145,7 +143,9 @@ class Simulated(Tensor):
 
 def _become(parameter: Any, value: Tensor) -> None:
     """`parameter.data = value` between devices, which torch allows."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(value.detach(), requires_grad=parameter.requires_grad))
+    made = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+    parameter.requires_grad_(True)  # swap_tensors asks for its gradient's node, which may be left from before
+    torch.utils.swap_tensors(parameter, made)
 
 
 INDEX_PUT = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -208,7 +208,7 @@ def _simulate(func: Any, args: Any, kwargs: Any) -> Any:
     named = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "non_blocking")}
     out = _run(func, tree_map(inside, args), tree_map(inside, named))
     if torch.Tag.inplace_view in func.tags and func is not aten.set_.source_Tensor:
-        with no_dispatch():  # squeeze_ and its like: the wrapper's own shape follows
+        with torch.utils._mode_utils.no_dispatch():  # squeeze_ and its like: the wrapper's own shape follows
             func(*args, **kwargs)
     GPU.kernels += device.type == "cuda"
 
