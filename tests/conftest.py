@@ -15,6 +15,7 @@ NOT_WITH_SIMULATED_GPUS = {
     "tests/gpu/": "starts simulations of its own",
     "tests/benchmarks/": "measures time and memory of the CPU",
     "tests/browser/": "looks at pages, computes nothing",
+    "tests/cli/test_scoring.py::test_batches_and_processes_change_nothing": "torch.cuda.ByteTensor is not simulated",
     "tests/cli/test_slurm.py": "its jobs run on a cluster of CPUs",
     "tests/test_setup_script.py": "makes environments, which import nothing of ours",
     "tests/test_wheel.py": "makes an environment of its own, without the simulation",
