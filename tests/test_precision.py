@@ -302,7 +302,7 @@ def test_saved_weights_are_values_of_the_precision_and_are_read_again_in_it(worl
     saved = torch.load(path, weights_only=False)["model"]
     (model,), _, task = restore(str(path), {"task": "demonstration_prompting"})
     assert task.settings.precision == "bf16"
-    in_python = fi.load_model(world.model, bpe=None, precision="bf16")
+    in_python = fi.load_model(world.model, bpe=None, precision="bf16", device="cpu")
     with fi.fine_tuned(in_python, prompts_for(world, in_python, k=6), lr=0.1) as tuned:
         for name, weight in saved.items():
             read = dict(model.named_parameters())[name]

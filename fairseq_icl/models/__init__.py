@@ -117,7 +117,7 @@ def load_from(files: ModelFiles, settings: Settings, device: str | None = None) 
     """The model in `files`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
     where = choose_device(device or settings.device)
     with within_memory("loading the model"):
-        lm = PretrainedLM.load(files.source, files.load_dictionary(), settings).to(where)
+        lm = PretrainedLM.load(files.source, files.load_dictionary(), settings, where).to(where)
     return Model(lm.eval(), files, *facts_of(settings))
 
 

@@ -153,6 +153,7 @@ class Seam:
     look: Callable[[Tensor, Tensor, Tensor], None] | None = None
     stand_in: Callable[[Rule, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     """Rule, queries, keys, values and sinks -> what the heads put out."""
+    heads_per_key = 1  # neighbouring heads whose keys and values are the same
 
     def attend(
         self, rule: Rule, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, dropout: float = 0.0

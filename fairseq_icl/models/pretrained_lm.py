@@ -4,6 +4,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,10 +65,16 @@ class PretrainedLM(FairseqLanguageModel):
         return cls.load(task.files.source, task.source_dictionary, task.settings)
 
     @classmethod
-    def load(cls, source: Any, dictionary: Dictionary, settings: Settings) -> "PretrainedLM":
-        """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...)."""
+    def load(
+        cls, source: Any, dictionary: Dictionary, settings: Settings, device: torch.device | str = "cpu"
+    ) -> "PretrainedLM":
+        """The model in `source`, as the settings that affect weights say (`init`, `seed`, `precision`, ...).
+
+        A pretrained one is read to `device` at once, and needs no room on the host; others are drawn on the CPU.
+        """
         dtype, chosen = DTYPES[settings.precision], {"init": settings.init, "final_norm": settings.final_norm}
-        decoder = load_decoder(source, dictionary, seed=settings.seed, dtype=dtype, **chosen).to(dtype)
+        where = device if settings.init == "pretrained" else "cpu"
+        decoder = load_decoder(source, dictionary, seed=settings.seed, dtype=dtype, device=where, **chosen).to(dtype)
         for name, parameter in decoder.named_parameters():
             if dtype != torch.float32 and not is_finite(parameter):
                 said = f"precision={settings.precision}: {name} has weights too large for it"
@@ -146,15 +153,16 @@ def load_decoder(
     final_norm: str = "kept",
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> FairseqDecoder:
-    """The decoder of a checkpoint or folder in fp32, whole (`init="pretrained"`) or as one of the papers' baselines.
+    """The decoder of a checkpoint or folder, whole (`init="pretrained"`) or as one of the papers' baselines.
 
     `init` says what is taken from the checkpoint, the rest being fairseq's random initialisation from `seed`:
     nothing ("untrained"), the layer norms of the layers ("layer-norms"), or those and the embeddings
     ("trained-embeddings"). `final_norm="lost"` removes the final layer norm of the last two, as the authors' code
     does by accident: it drops fairseq's version marker together with the weights. A model without that norm stays
     as it is. Norms of queries and keys, which some families have, are none of the layers' own. What transformers runs
-    is initialised as transformers does it, and read in `dtype` at once.
+    is initialised as transformers does it. Whole ones are read in `dtype`, to `device`, at once; others are in fp32.
     """
     if isinstance(path, HFModel):
         if dictionary != path.dictionary:
@@ -164,7 +172,7 @@ def load_decoder(
             )
         if path.fairseq_config is None:
             check_files(path.weight_files())
-            return load_folder(path.folder, dictionary, init, final_norm, seed, dtype)
+            return load_folder(path.folder, dictionary, init, final_norm, seed, dtype, device)
         load: Callable[..., None] = load_weights
         config, rule = path.fairseq_config, ORDINARY
     else:
@@ -177,7 +185,7 @@ def load_decoder(
     decoder = build_model(config, dictionary, None if init == "pretrained" else seed).decoder
     set_rule(decoder, rule)
     if init == "pretrained":
-        load(decoder, path, lambda name: True)
+        load(decoder, path, lambda name: True, dtype, device)
     elif init != "untrained":
         parts = LAYER_NORMS + (EMBEDDINGS if init == "trained-embeddings" else ())
         if final_norm == "lost":
@@ -185,7 +193,8 @@ def load_decoder(
         else:
             parts += (FINAL_NORM,)
         # `layers.3.fc1.weight` is judged by `fc1.weight`, the decoder's own parameters by their whole names.
-        load(decoder, path, lambda name: re.sub(r"^layers\.\d+\.", "", name).startswith(parts))
+        own = partial(re.sub, r"^layers\.\d+\.", "")
+        load(decoder, path, lambda name: own(name).startswith(parts), torch.float32, "cpu")
     return decoder
 
 
@@ -203,11 +212,13 @@ def check_vocabulary(weights: Mapping[str, Tensor], dictionary: Dictionary, path
 
 
 @torch.no_grad()
-def _load_weights(decoder: TransformerDecoder, path: str | Path, keep: Keep) -> None:
-    """Copy the weights of a checkpoint that `keep` accepts, and insist on completeness.
+def _load_weights(
+    decoder: TransformerDecoder, path: str | Path, keep: Keep, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Put the weights of a checkpoint that `keep` accepts into the decoder, and insist on completeness.
 
     The pages of a mapped file count as memory once they were read, until the mapping is let go: so the file is mapped
-    anew after every few tensors, and a model in fp16 needs its size in fp32 and no half of it more.
+    anew after every few tensors, and a model needs its size in the precision asked for and little more.
     """
     target, source = decoder.state_dict(keep_vars=True), _renamed_weights(decoder, path)
     own = {name for name in target if keep(name) and not name.endswith("_float_tensor")}
@@ -228,8 +239,8 @@ def _load_weights(decoder: TransformerDecoder, path: str | Path, keep: Keep) -> 
             raise UserError(f"{path}: decoder.{name} {shapes}")
         if not tensor.is_floating_point():
             raise UserError(f"{path}: decoder.{name} holds {tensor.dtype}, not weights; get a sound copy of the model")
-        place.copy_(tensor)
-        if not is_finite(place):
+        place.data = tensor.to(device, dtype, copy=True)  # what it had before was never written: it took no memory
+        if not is_finite(tensor):  # what does not fit into its precision is told in other words
             raise UserError(f"{path}: decoder.{name} holds NaN or infinite weights; get a sound copy of the model")
         read += tensor.nbytes
         if read > MAPPED_BYTES and zipfile.is_zipfile(path):

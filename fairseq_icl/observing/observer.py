@@ -265,10 +265,11 @@ class Observer:
             given = filled_up([sequences[place].tokens for place in places]).to(device)
             scored = filled_up([sequences[place].scored for place in places])[:, 1:]
             inputs = [queries[place].inputs[queries[place].gold] for place in places]
-            last = torch.tensor([len(self.context) + len(tokens) - 1 for tokens in inputs])
+            last = torch.tensor([len(self.context) + len(tokens) - 1 for tokens in inputs], device=device)
+            first = torch.arange(len(last), device=device)
 
-            def run(tokens: Tensor = given[:, :-1], last: Tensor = last) -> Tensor:
-                with edited(decoder, self.model.edit, torch.arange(len(last)), last), positions_from(decoder, 0):
+            def run(tokens: Tensor = given[:, :-1], first: Tensor = first, last: Tensor = last) -> Tensor:
+                with edited(decoder, self.model.edit, first, last), positions_from(decoder, 0):
                     return decoder(tokens)[0]
 
             log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)

@@ -38,7 +38,7 @@ AfterLayer = Callable[[int, Rule, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values of a context of P tokens, per layer (H, P, D)."""
+    """Keys and values of a context of P tokens, per layer (G, P, D): once where several of the H heads share them."""
 
     length: int
     keys: Sequence[Tensor]
@@ -56,16 +56,25 @@ class Prefix:
 
     def scores(self, query: Tensor) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context, summed over the heads: (n, L, P)."""
-        pairs = zip(query.unbind(1), self.keys, strict=True)  # (n, d) and, heads concatenated, (P, d) of each layer
-        return torch.stack([vectors @ keys.transpose(0, 1).flatten(1).T for vectors, keys in pairs], dim=1)
+        layers = []
+        for keys, vectors in zip(self.keys, query.unbind(1), strict=True):
+            keys = for_heads(keys, vectors.size(1)).transpose(0, 1).flatten(1)  # (P, d), heads concatenated
+            layers.append(vectors @ keys.T)
+        return torch.stack(layers, dim=1)
 
     def scores_by_head(self, query: Tensor, start: int) -> Tensor:
         """Scores of n query vectors (n, L, d) over the context from token `start` on: (n, L, H, P - start)."""
         layers = []
         for keys, vectors in zip(self.keys, query.unbind(1), strict=True):
-            heads = vectors.unflatten(1, (keys.size(0), keys.size(2)))  # (n, H, D)
-            layers.append(torch.einsum("nhd,hpd->nhp", heads, keys[:, start:]))
+            heads = vectors.unflatten(1, (-1, keys.size(2)))  # (n, H, D)
+            layers.append(torch.einsum("nhd,hpd->nhp", heads, for_heads(keys, vectors.size(1))[:, start:]))
         return torch.stack(layers, dim=1)
+
+
+def for_heads(part: Tensor, width: int) -> Tensor:
+    """A layer's keys or values (G, P, D) for each of its heads, (H, P, D), which are `width` = H D wide together."""
+    heads_per_key = width // (part.size(0) * part.size(2))
+    return part if heads_per_key == 1 else part.repeat_interleave(heads_per_key, dim=0)
 
 
 def supports_prefix(decoder: Any) -> bool:
@@ -80,7 +89,10 @@ def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None
     """Run the context once and keep every layer's keys and values; `known`: those of its first tokens, not to run."""
     if known is None:
         like = next(decoder.parameters())
-        empty = tuple(like.new_empty(module.num_heads, 0, module.head_dim) for module in attention_modules(decoder))
+        empty = tuple(
+            like.new_empty(module.num_heads // seam_of(module).heads_per_key, 0, module.head_dim)
+            for module in attention_modules(decoder)
+        )
         known = Prefix(0, empty, empty, (None,) * len(empty))
     keys, values, momenta = list(known.keys), list(known.values), list(known.momenta)
     nowhere = torch.empty(0, dtype=torch.long)  # nobody reads what the last layer makes of what it receives
@@ -88,8 +100,9 @@ def run_prefix(decoder: Any, context: Sequence[int], known: Prefix | None = None
     def grow(layer: int, rule: Rule, key: Tensor, value: Tensor) -> None:
         if rule.momentum:
             momenta[layer] = decayed_sum(value.transpose(0, 1), rule.momentum, momenta[layer])[1]
-        keys[layer] = torch.cat([keys[layer], key.transpose(0, 1)], dim=1)
-        values[layer] = torch.cat([values[layer], value.transpose(0, 1)], dim=1)
+        step = key.size(1) // len(keys[layer])  # heads that share their keys and values
+        keys[layer] = torch.cat([keys[layer], key[:, ::step].transpose(0, 1)], dim=1)
+        values[layer] = torch.cat([values[layer], value[:, ::step].transpose(0, 1)], dim=1)
 
     # In pieces, each on top of those before it: the activations of a long context would be the peak of memory.
     for start in range(known.length, len(context), PIECE):
@@ -140,7 +153,7 @@ def run_edited(decoder: Any, prefix: Prefix, sequences: Sequence[Sequence[int]],
 
 @dataclass(frozen=True)
 class Seen:
-    """What packed tokens attend to: a prefix, (H, P, D), and their own past."""
+    """What packed tokens attend to: a prefix, (G, P, D) of G groups of heads, and their own past."""
 
     packed: Packed
     keys: Tensor
@@ -169,15 +182,21 @@ class Seen:
         """Linear attention, (R, H, D): nothing normalises over both parts, they add."""
         attend = replace(rule, momentum=0.0).attend
         (own,) = _by_sequence(lambda *parts: (attend(*parts),), self.packed, query, key, value)
-        scores = query[rows].transpose(0, 1) @ self.keys.transpose(1, 2)  # (H, R, P)
+        scores = self._asking(query[rows]) @ self.keys.transpose(1, 2)  # (G, HR/G, P)
         if rule.window is not None:
-            scores = scores * (self._hidden(rule.window, rows) == 0).to(scores)
-        return (scores @ self.values).transpose(0, 1) + own[rows]
+            scores = scores * (self._hidden(rule.window, rows, query.size(1)) == 0).to(scores)
+        return (scores @ self.values).view(query.size(1), -1, query.size(2)).transpose(0, 1) + own[rows]
 
-    def _hidden(self, window: int, rows: Rows) -> Tensor:
-        """(R, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
-        distance = self.packed.position[rows, None] + self.keys.size(1) - torch.arange(self.keys.size(1))
-        return torch.where(distance < window, 0.0, HIDDEN).to(self.keys.device)
+    def _asking(self, query: Tensor) -> Tensor:
+        """Queries (R, H, D) as the prefix meets them, (G, HR/G, D): heads that share keys one after the other."""
+        return query.transpose(0, 1).reshape(len(self.keys), -1, query.size(2))
+
+    def _hidden(self, window: int, rows: Rows, heads: int) -> Tensor:
+        """(HR/G, P): 0 where a token of the prefix is in the window of a row, else `HIDDEN`."""
+        count = partial(torch.arange, device=self.keys.device)  # made where they are used: nothing goes there
+        position = torch.cat([count(length).repeat(sequences) for sequences, length in self.packed.groups])  # (N,)
+        distance = position[rows, None] + self.keys.size(1) - count(self.keys.size(1))
+        return torch.where(distance < window, 0.0, HIDDEN).repeat(heads // len(self.keys), 1)
 
     def softmax(
         self,
@@ -200,11 +219,12 @@ class Seen:
         attended, total = _by_sequence(partial(attend, causal=True), self.packed, query, key, value)
         attended, total = attended[rows], total[rows]
         if keys.size(1) > 0:
-            longest = keys.size(1) + int(self.packed.position.max()) + 1
-            mask = self._hidden(rule.window, rows).to(query) if rule.window and longest > rule.window else None
-            asking = query[rows].transpose(0, 1)[None]  # (1, H, R, D)
+            longest, heads = keys.size(1) + int(self.packed.position.max()) + 1, query.size(1)
+            mask = self._hidden(rule.window, rows, heads).to(query) if rule.window and longest > rule.window else None
+            asking = self._asking(query[rows])[None]
             seen, seen_total = attend(asking, keys[None], values[None], causal=False, mask=mask)
-            seen, seen_total = seen[0].transpose(0, 1), seen_total[0].T  # (R, H, D), (R, H)
+            seen = seen.reshape(heads, -1, query.size(2)).transpose(0, 1)  # (R, H, D)
+            seen_total = seen_total.reshape(heads, -1).T  # (R, H)
             attended = torch.lerp(seen, attended, torch.sigmoid(total - seen_total)[..., None])
             total = torch.logaddexp(total, seen_total)
         if sinks is not None:

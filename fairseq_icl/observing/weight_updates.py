@@ -25,24 +25,26 @@ def observe_weight_updates(
     layout = lay_out(queries, position)
     tokens = layout.tokens(before=start)[layout.recorded_sequence]  # (n, T)
     place = torch.arange(tokens.size(1))
+    decoder, modules, device = base.lm.decoder, attention_modules(base.lm.decoder), prefix.keys[0].device
     is_token = (place >= len(start)) & (place < layout.recorded_position[:, None] + len(start) + 1)  # (n, T)
-    decoder, modules = base.lm.decoder, attention_modules(base.lm.decoder)
+    is_token = is_token.to(device)
 
     def matrices(inputs: Sequence[Tensor]) -> Tensor:  # (n, L, H, D, D)
         layers = []
         for module, x in zip(modules, inputs, strict=True):
             _, keys, values = map(at_least_single, queries_keys_values(module, x))
-            layers.append(head_matrices(keys, values, is_token.to(x.device)))
+            layers.append(head_matrices(keys, values, is_token))
         return torch.stack(layers, dim=1)
 
     def run_base() -> tuple[list[Tensor], Tensor]:
         with attention_inputs(decoder) as inputs:
-            decoder.extract_features(tokens.to(prefix.keys[0].device), None)
+            decoder.extract_features(tokens.to(device), None)
         return inputs, matrices(inputs)
 
     inputs, before = base.evaluate(run_base)
     after = tuned.evaluate(lambda: matrices(inputs))
-    # V'^T K' of the context without its BOS, which the zero-shot prompt has too: L x (H, D, D)
+    # V'^T K' of the context without its BOS, which the zero-shot prompt has too: L x (G, D, D)
     layers = zip(map(at_least_single, prefix.keys), map(at_least_single, prefix.values), strict=True)
     in_context = [values[:, 1:].transpose(1, 2) @ keys[:, 1:] for keys, values in layers]
-    return WeightUpdates(icl=torch.stack(in_context).cpu(), ft=(after - before).cpu())
+    icl = torch.stack(in_context).repeat_interleave(modules[0].num_heads // len(prefix.keys[0]), dim=1)
+    return WeightUpdates(icl=icl.cpu(), ft=(after - before).cpu())

@@ -101,7 +101,7 @@ def test_batches_and_processes_change_nothing(
 
 def test_score_fills_in_the_plugin(scored: tuple[Result, Path], world: World, finetuned: Path, tmp_path: Path) -> None:
     flags = ["--path", finetuned, "--results", tmp_path / "score.csv", "--dataset", world.spec]
-    flags += ["--num-demonstrations", 6, "--seed", 3]
+    flags += ["--num-demonstrations", 6, "--seed", 3, "--cpu"]
     succeeded(run("fairseq-icl", "score", world.data, *flags))
     pd.testing.assert_series_equal(values(tmp_path / "score.csv"), values(scored[1] / "scores.parquet"), rtol=1e-9)
 

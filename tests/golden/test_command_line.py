@@ -134,7 +134,7 @@ def stacked(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """The trained parameters of each kind, layers stacked."""
     count = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("decoder.layers."))
     return {
-        part: np.stack([state[f"decoder.layers.{layer}.self_attn.{part}"].float().numpy() for layer in range(count)])
+        part: np.stack([state[f"decoder.layers.{layer}.self_attn.{part}"].float().cpu() for layer in range(count)])
         for part in PARTS
     }
 

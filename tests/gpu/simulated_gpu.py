@@ -2,7 +2,6 @@
 
     from tests.gpu import simulated_gpu   # before torch
     gpu = simulated_gpu.start(2)          # from here on torch.cuda.is_available()
-    ...
     gpu.crossings, gpu.peak               # what moved between host and device, and how much memory was in use
 
 `Simulated` is a wrapper of tensors whose device in C++ is cuda:N, so all of torch above the kernels (autograd's device
@@ -21,8 +20,6 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
 from types import SimpleNamespace
@@ -57,26 +54,23 @@ aten = torch.ops.aten
 KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
 CPU = torch.device("cpu")
 HALF = (torch.float16, torch.bfloat16)
-MEMORY = 24 * 2**30
+PROPERTIES = {"name": "Simulated", "major": 8, "minor": 0, "multi_processor_count": 1}
 
 
 class Machine:
     """The simulated devices: how many there are, and what happened on them."""
 
     def __init__(self) -> None:
-        self.devices = 1
-        self.total = MEMORY
-        self.crossings: Counter[tuple[str, str]] = Counter()  # (kind, line of code) -> how often
-        self.bytes: Counter[str] = Counter()
-        self.kernels = self.memory = self.peak = self.current = 0
+        self.memory = self.current = 0
         self._storages: Counter[int] = Counter()  # address -> tensors on it
         self._lock = threading.RLock()
+        self.reset()
 
-    def reset(self, devices: int = 1, total: int = MEMORY) -> None:
+    def reset(self, devices: int = 1, total: int = 24 * 2**30) -> None:
         """Forget what was counted."""
         self.devices, self.total, self.kernels, self.peak = devices, total, 0, self.memory
-        self.crossings.clear()
-        self.bytes.clear()
+        self.crossings: Counter[tuple[str, str]] = Counter()  # (kind, line of code) -> how often
+        self.bytes: Counter[str] = Counter()
 
     def crossed(self, kind: str, size: int) -> None:
         """Bytes went from the host to a device ("H2D") or back ("D2H"), or the host waits for a device ("wait")."""
@@ -123,16 +117,10 @@ class Simulated(Tensor):
         GPU.crossed("D2H tolist", self.inner.nbytes)
         return self.inner.tolist()
 
-    def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
-
-    __array__ = numpy
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             made: Any = Simulated(self.inner.clone(), self.device)
-            is_parameter = getattr(self, "_is_param", False)
-            memo[id(self)] = nn.Parameter(made, requires_grad=self.requires_grad) if is_parameter else made
+            memo[id(self)] = nn.Parameter(made, self.requires_grad) if hasattr(self, "_is_param") else made
         return memo[id(self)]
 
     @property
@@ -141,8 +129,7 @@ class Simulated(Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        same = isinstance(value, Simulated) and (value.device, value.dtype) == (self.device, self.dtype)
-        if same and value.shape == self.shape:
+        if (value.device, value.dtype, value.shape) == (self.device, self.dtype, self.shape):
             GPU.count(value.inner, 1)
             GPU.count(self.inner, -1)
             self.inner = value.inner
@@ -156,7 +143,9 @@ class Simulated(Tensor):
 
 def _become(parameter: Any, value: Tensor) -> None:
     """`parameter.data = value` between devices, which torch allows."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(value.detach(), requires_grad=parameter.requires_grad))
+    made = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+    parameter.requires_grad_(True)  # swap_tensors asks for its gradient's node, which may be left from before
+    torch.utils.swap_tensors(parameter, made)
 
 
 INDEX_PUT = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -218,6 +207,9 @@ def _simulate(func: Any, args: Any, kwargs: Any) -> Any:
         GPU.crossed(f"wait {func.name().removeprefix('aten::')}", 0)
     named = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "non_blocking")}
     out = _run(func, tree_map(inside, args), tree_map(inside, named))
+    if torch.Tag.inplace_view in func.tags and func is not aten.set_.source_Tensor:
+        with torch.utils._mode_utils.no_dispatch():  # squeeze_ and its like: the wrapper's own shape follows
+            func(*args, **kwargs)
     GPU.kernels += device.type == "cuda"
 
     def outside(x: Any) -> Any:
@@ -261,68 +253,48 @@ def _efficient_attention(
 
 
 class _Factories(TorchDispatchMode):
-    """For operators without a simulated argument: torch.zeros(..., device="cuda")."""
+    """For operators without a simulated argument: torch.zeros(..., device="cuda"). Other threads have two kernels."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         on_gpu = torch.device((kwargs or {}).get("device") or CPU).type == "cuda"
-        if on_gpu or any(isinstance(x, Simulated) for x in tree_leaves((args, kwargs))):
-            return _simulate(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return _simulate(func, args, kwargs or {}) if on_gpu else func(*args, **(kwargs or {}))
 
 
-def _set_device(device: Any) -> None:
-    GPU.current = device if isinstance(device, int) else torch.device(device).index or 0
-    _guard.simulated_set_device(GPU.current)
-
-
-@contextmanager
-def _as_device(device: Any) -> Iterator[None]:
-    before = GPU.current
-    _set_device(device)
-    try:
-        yield
-    finally:
-        _set_device(before)
+def _exchange_device(device: int) -> int:
+    """Make a device the current one; returns the one before. torch.cuda's own functions call it."""
+    before, GPU.current = GPU.current, device
+    _guard.simulated_set_device(device)
+    return before
 
 
 def start(devices: int = 1) -> Machine:
     """From here on torch has so many simulated GPUs, at most 2; there is no way back in this process."""
     GPU.reset(devices)
-    nothing = (
-        "_lazy_init init synchronize empty_cache set_rng_state manual_seed manual_seed_all reset_peak_memory_stats"
-    )
-    answers: dict[str, Any] = dict.fromkeys(nothing.split(), lambda: None)
+    idle = "_lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all reset_peak_memory_stats"
+    answers: dict[str, Any] = dict.fromkeys(idle.split(), lambda: None)
     answers |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda: True)
     answers |= {
         "device_count": lambda: GPU.devices,
         "current_device": lambda: GPU.current,
         "mem_get_info": lambda: (GPU.total - GPU.memory, GPU.total),
         "max_memory_allocated": lambda: GPU.peak,
-        "memory_allocated": lambda: GPU.memory,
         "memory_summary": lambda: "simulated",
         "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
         "get_device_name": lambda: "Simulated GPU",
-        "get_device_properties": lambda: SimpleNamespace(name="Simulated", total_memory=GPU.total, major=8, minor=0),
+        "get_device_properties": lambda: SimpleNamespace(total_memory=GPU.total, **PROPERTIES),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer())
-    torch.cuda.set_device, torch.cuda.device = _set_device, _as_device
+    torch._C._cuda_setDevice = torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = _exchange_device
     Tensor.pin_memory, Tensor.is_pinned = lambda self, *_: self, lambda self, *_: False
     plain = torch._C.TensorBase.data
     nn.Parameter.data = property(
         plain.__get__, lambda self, new: _become(self, new) if isinstance(new, Simulated) else plain.__set__(self, new)
     )
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    swap = torch.utils.swap_tensors
-
-    def swap_tensors(one: Any, other: Any) -> None:  # Module.to(device) of a module that is there changes nothing
-        both = isinstance(one, Simulated) and isinstance(other, Simulated) and one.device == other.device
-        if not (both and one.inner.data_ptr() == other.inner.data_ptr()):
-            swap(one, other)
-
-    torch.utils.swap_tensors = swap_tensors
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the CPU, then moved
     for name in ("silu_backward", "mish_backward"):  # CUDA has kernels of these; without, torch takes them apart
         KERNELS.impl(name, lambda *_: NotImplemented)
+    for func in (aten.empty.memory_format, aten.empty_strided.default):
+        KERNELS.impl(func, lambda *sizes, _func=func, **facts: _simulate(_func, sizes, facts))
     _Factories().__enter__()
     return GPU

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fairseq_icl as fi
-from fairseq_icl.theory.on_decoder import attention_change
+from fairseq_icl.theory.on_decoder import run_on_decoder
 from tests.gpu.conftest import OnGPUs
 from tests.models.hf_reference import reference_model, save
 from tests.world import World
@@ -21,7 +21,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 """Of the largest number of a tensor: attention is another kernel there, and fine-tuning amplifies its rounding."""
 METHODS = ["gd", "lcgd", "lcgd_sequential", "linearized", "linearized_lcgd", "match_icl"]
 CASES = [*(("fp32", method) for method in METHODS), ("fp16", "gd"), ("fp16", "linearized"), ("bf16", "lcgd")]
-FAMILIES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}}
+FAMILIES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}, "mistral window": {"sliding_window": 8}}
 
 Numbers = tuple[list[dict[str, Tensor]], pd.DataFrame]
 
@@ -85,12 +85,13 @@ def test_hugging_face_models(on_gpus: OnGPUs, world: World, tmp_path: Path, fami
     assert_same(on_gpus(pipeline, folder, world, "fp32", "gd"), expected, TOLERANCE["fp32"])
 
 
-def theory_numbers(world: World) -> list[Tensor]:
-    decoder = fi.load_model(world.model, bpe=None).lm.decoder
-    seen = attention_change(decoder, (2,), (2, 5, 6, 7), [(8, 9), (5, 8)])
-    return [seen.share.cpu(), seen.direct.cosine.cpu()]
+def theory_numbers(world: World) -> list[float]:
+    """Every number of the statements on a decoder, in fp64: attention, implicit updates, fields."""
+    decoder = fi.load_model(world.model, bpe=None).lm.decoder.double()
+    records = run_on_decoder(decoder, (2,), [(2, 5, 6), (2, 5, 6, 7, 9)], [(8, 9), (5, 8)])
+    by_layer = (number for record in records for layers in record.per_layer.values() for number in layers)
+    return [number for record in records for number in (record.value, record.broken)] + [*by_layer]
 
 
 def test_theory_runs_where_the_decoder_is(on_gpus: OnGPUs, world: World) -> None:
-    for found, expected in zip(on_gpus(theory_numbers, world), theory_numbers(world), strict=True):
-        torch.testing.assert_close(found, expected)
+    assert on_gpus(theory_numbers, world) == pytest.approx(theory_numbers(world), rel=1e-9, abs=1e-12)

@@ -105,9 +105,9 @@ def test_one_step_is_autograd_on_transformers(name: str, method: str, root: Path
     compared = 0
     for layer, attention in enumerate(reference_attention(theirs)):
         for part, expected in key_and_value(attention).items():
-            ours = weights.pop(f"decoder.layers.{layer}.self_attn.{part}")
+            ours = weights.pop(f"decoder.layers.{layer}.self_attn.{part}").cpu()
             torch.testing.assert_close(ours, expected, **EXACT)
-            before = model.lm.get_parameter(f"decoder.layers.{layer}.self_attn.{part}")
+            before = model.lm.get_parameter(f"decoder.layers.{layer}.self_attn.{part}").cpu()
             compared += int((ours - before).abs().max() > 1e-4)
     assert not weights
     assert compared >= 6  # a key bias has no gradient in the first layer's softmax

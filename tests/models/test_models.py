@@ -20,7 +20,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def logits(model: Model) -> torch.Tensor:
-    return model.evaluate(lambda: model.lm.decoder(torch.tensor([[0, 5, 6, 7]]))[0]).detach()
+    tokens = torch.tensor([[0, 5, 6, 7]], device=next(model.lm.parameters()).device)
+    return model.evaluate(lambda: model.lm.decoder(tokens)[0]).detach()
 
 
 def test_loaded_model_is_in_fp32_and_ready_to_observe(world: World):

@@ -67,6 +67,15 @@ def test_numbers_are_those_of_transformers(family: str) -> None:
             close(one[0, rows], other[PREFIX.size(1) :])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_heads_that_share_keys_store_them_once(family: str) -> None:
+    decoder = tiny_decoder(family)
+    prefix = run_prefix(decoder, PREFIX[0].tolist())
+    assert {part.shape for part in (*prefix.keys, *prefix.values)} == {(2, PREFIX.size(1), 8)}
+    assert prefix.scores(torch.ones(1, 3, 48)).shape == (1, 3, PREFIX.size(1))
+    assert prefix.scores_by_head(torch.ones(1, 3, 48), 1).shape == (1, 3, 6, PREFIX.size(1) - 1)
+
+
 @pytest.mark.parametrize("family", WINDOWED)
 def test_windows_are_those_of_the_masks(family: str) -> None:
     windows = {module.seam.window for module in attention_modules(tiny_decoder(family))}

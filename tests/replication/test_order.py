@@ -62,7 +62,7 @@ def test_full_batch_is_one_step_of_the_averaged_gradient():
     parameter = model.lm.get_parameter(name).requires_grad_()
     losses, count = [], 0
     for sequence in prompts.finetuning:
-        tokens = torch.tensor([sequence.tokens])
+        tokens = torch.tensor([sequence.tokens], device=parameter.device)
         logits = model.lm.decoder(tokens[:, :-1])[0][0]
         losses.append(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
         count += tokens.size(1) - 1

@@ -200,7 +200,7 @@ def test_rows_that_are_asked_about_are_no_demonstrations_and_their_likelihood_is
         seen = fi.observe(model, prompts)
         for query, found in zip(prompts.queries, seen.demonstration_logprob.tolist(), strict=True):
             sequence = finetuning_sequence(query, query.gold, loss_on, prompts.start)
-            tokens = torch.tensor([sequence.tokens])
+            tokens = torch.tensor([sequence.tokens], device=next(model.lm.parameters()).device)
             with torch.no_grad():
                 log_probs = model.lm.decoder(tokens[:, :-1])[0].log_softmax(-1)
             of_tokens = log_probs[0].gather(1, tokens[0, 1:, None])[:, 0]

@@ -29,8 +29,8 @@ def summary(*arrays: object) -> list[float]:
 def computed() -> dict[str, list[float]]:
     """Stage -> a summary of what it makes of the demo model and data."""
     torch.set_num_threads(1)
-    model = fi.load_model("demo")
-    drawn = fi.load_model("demo", init="trained-embeddings", seed=2)
+    model = fi.load_model("demo", device="cpu")
+    drawn = fi.load_model("demo", init="trained-embeddings", seed=2, device="cpu")
     prompts = fi.build_prompts(model, "demo_sentiment", k=4, seed=2, limit=6)
     zsl, icl = fi.observe(model, prompts), fi.observe(model, prompts, in_context=True)
     tuned = {}

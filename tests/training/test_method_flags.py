@@ -47,7 +47,7 @@ def test_flags_are_settings_and_nonsense_is_refused(mine: Method):
 def test_a_third_partys_method_trains_the_same_in_python_in_a_run_and_by_the_command(mine: Method, tmp_path: Path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = fi.load_model("demo")
+    model = fi.load_model("demo", device="cpu")
     prompts = fi.build_prompts(model, "demo_sentiment", k=4, seed=1, limit=6)
     with fi.fine_tuned(model, prompts, method="mine", lr=0.3) as tuned:
         pass

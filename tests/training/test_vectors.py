@@ -158,10 +158,11 @@ def test_a_task_vector_is_the_state_of_the_prompt_with_a_dummy_query(demo: tuple
     assert dummy.row not in prompts.context_rows
     states: list[Tensor] = []
     hook = model.lm.decoder.layers[1].register_forward_hook(lambda _, __, result: states.append(result[0][-1, 0]))
-    with torch.no_grad():
-        model.lm.decoder(torch.tensor([[*prompts.context, *dummy.inputs[dummy.gold]]]))
-    hook.remove()
     assert isinstance(edit, AtLayer)
+    prompt = torch.tensor([[*prompts.context, *dummy.inputs[dummy.gold]]], device=edit.vector.device)
+    with torch.no_grad():
+        model.lm.decoder(prompt)
+    hook.remove()
     torch.testing.assert_close(edit.vector, states[0], rtol=1e-4, atol=1e-4)
     state = torch.zeros(3, len(edit.vector))
     assert torch.equal(edit.layer(0, state), state)
@@ -200,7 +201,7 @@ def test_a_state_is_not_replaced_after_the_last_layer_where_all_queries_would_ge
 
 def test_an_added_vector_of_zero_is_zero_shot_to_the_bit(demo: tuple[Model, Prompts]):
     model, prompts = demo
-    vector = torch.zeros(model.lm.decoder.embed_dim)
+    vector = torch.zeros(model.lm.decoder.embed_dim, device=next(model.lm.parameters()).device)
     edited, plain = (fi.observe(replace(model, edit=edit), prompts) for edit in (AtLayer(1, vector, added=True), None))
     assert all(torch.equal(value, edited.tensors()[name]) for name, value in plain.tensors().items())
 

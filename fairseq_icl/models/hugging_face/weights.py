@@ -71,8 +71,10 @@ def is_finite(weights: Tensor) -> bool:
 
 
 @torch.no_grad()
-def load_weights(decoder: TransformerDecoder, model: HFModel, keep: Keep) -> None:
-    """Copy the weights of XGLM's folder that `keep` accepts into `decoder`, and insist on completeness."""
+def load_weights(
+    decoder: TransformerDecoder, model: HFModel, keep: Keep, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Put the weights of XGLM's folder that `keep` accepts into `decoder`, and insist on completeness."""
     # With tied matrices this has one name for both, the embedding's.
     missing = {name: parameter for name, parameter in decoder.named_parameters() if keep(name)}
     for name, tensor, file in _tensors(model, keep):
@@ -85,8 +87,8 @@ def load_weights(decoder: TransformerDecoder, model: HFModel, keep: Keep) -> Non
                 f"{file}: {name} has the shape {tuple(tensor.shape)} of {tensor.dtype}, config.json says {wanted}; "
                 "use weights and config.json of one model, not quantised"
             )
-        parameter.copy_(tensor)
-        if not is_finite(parameter):
+        parameter.data = tensor.to(device, dtype, copy=True)
+        if not is_finite(tensor):
             raise UserError(f"{file}: {name} holds NaN or infinite weights; get a sound copy of the model")
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

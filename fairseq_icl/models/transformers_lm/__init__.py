@@ -51,9 +51,15 @@ def read_config(folder: Path) -> Any:
 
 
 def load_folder(
-    folder: Path, dictionary: Dictionary, init: str, final_norm: str, seed: int, dtype: torch.dtype
+    folder: Path,
+    dictionary: Dictionary,
+    init: str,
+    final_norm: str,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> TransformersDecoder:
-    """The decoder in a folder; `init`, `final_norm` and `seed` as in `models.pretrained_lm.load_decoder`."""
+    """The decoder in a folder; `init`, `final_norm`, `seed` and `device` as in `pretrained_lm.load_decoder`."""
     config = read_config(folder)
     for part in (config, config.get_text_config()):  # dropout and noise are off in everything this package runs
         for key, value in vars(part).items():
@@ -65,7 +71,7 @@ def load_folder(
             automatic = import_transformers(folder).AutoModelForCausalLM
             model = automatic.from_config(config, attn_implementation="eager")
     else:
-        model = _pretrained(folder, config, dtype)
+        model = _pretrained(folder, config, dtype, device)
     decoder = adapted(model.eval().requires_grad_(False), dictionary, str(folder))
     decoder.requires_grad_(True)
     if init in ("layer-norms", "trained-embeddings"):
@@ -91,14 +97,16 @@ def adapted(model: Any, dictionary: Dictionary, name: str) -> TransformersDecode
     return decoder
 
 
-def _pretrained(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _pretrained(folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
     transformers = import_transformers(folder)
+    place = {"device_map": {"": str(device)}} if torch.device(device).type == "cuda" else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, attn_implementation="eager",
                 local_files_only=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+                **place,
             )  # fmt: skip
     except Exception as error:  # of many kinds, for many reasons
         raise _refusal(folder, error) from error

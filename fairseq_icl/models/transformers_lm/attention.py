@@ -24,8 +24,8 @@ IGNORED = ("position_ids", "position_embeddings", "cache_position", "past_key_va
 class FamilySeam(Seam):
     """The seam of an attention module of transformers, with what the module does not say when it asks."""
 
-    def __init__(self, scaling: float, window: int | None) -> None:
-        self.scaling, self.window, self.rule = scaling, window, ORDINARY
+    def __init__(self, scaling: float, window: int | None, heads_per_key: int) -> None:
+        self.scaling, self.window, self.heads_per_key, self.rule = scaling, window, heads_per_key, ORDINARY
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Attention(nn.Module):
     def __init__(self, call: Call) -> None:
         super().__init__()
         _, self.num_heads, _, self.head_dim = call.query.shape
-        self.scaling, self.seam = call.scaling, FamilySeam(call.scaling, call.window)
+        self.scaling = call.scaling
+        self.seam = FamilySeam(call.scaling, call.window, self.num_heads // call.key.size(1))
         block = call.module
         block.__dict__["seam"] = self.seam
         for name in list(block._modules):
