@@ -346,3 +346,12 @@ def nearest(word: Any, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(str(word), names, n=1)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
+
+
+def equal_step_size(settings: Settings) -> float | None:
+    """The relative size that every layer's step is to have; None: whatever the learning rate makes of it."""
+    if settings.layer_step == "equal" and settings.layer_step_size is None:
+        raise UserError("layer_step=equal: needs layer_step_size=SIZE (|dW| / |W| of a step, for instance 0.001)")
+    if settings.layer_step != "equal" and settings.layer_step_size is not None:
+        raise UserError("layer_step_size: needs layer_step=equal")
+    return settings.layer_step_size

@@ -62,7 +62,7 @@ def report(
     state = _state(folders, target, formats)
     told: dict[str, Any] = {}
     with suppress(UserError, KeyError, TypeError):  # what was said of a report that lies there
-        before = read_json(target / TOLD)
+        before = read_json(target / TOLD) if (target / TOLD).exists() else {}
         if before["state"] == state and all((target / f"report.{name}").is_file() for name in formats):
             told = {name: before[name] for name in ("tables", "warnings", "last")}
     if not told:

@@ -13,6 +13,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from fairseq_icl.compat.models import CHECKPOINT_CLASSES, without_initialisation
 from fairseq_icl.errors import UserError
@@ -193,3 +194,8 @@ def _check_sizes(config: TransformerLanguageModelConfig, weights: Any, path: str
     inner, wanted = names.get("layers.0.fc1.weight"), (config.decoder_ffn_embed_dim, config.decoder_embed_dim)
     if inner is not None and tuple(inner.shape) != wanted:
         raise UserError(f"{path}: names a feed-forward layer of {wanted}, its weights have {tuple(inner.shape)}")
+
+
+def is_finite(weights: Tensor) -> bool:
+    """Whether no value is NaN or infinite; in one pass and without a mask in memory."""
+    return not weights.numel() or all(bool(end.isfinite()) for end in torch.aminmax(weights))  # NaN if any value is

@@ -17,9 +17,15 @@ from torch import Tensor, nn
 
 from fairseq_icl.errors import UserError
 from fairseq_icl.models.attention import ORDINARY, rule_of, set_rule, trained_rule
-from fairseq_icl.models.checkpoints import build_model, language_model_config, read_checkpoint, saved_model_options
+from fairseq_icl.models.checkpoints import (
+    build_model,
+    is_finite,
+    language_model_config,
+    read_checkpoint,
+    saved_model_options,
+)
 from fairseq_icl.models.hugging_face import HFModel
-from fairseq_icl.models.hugging_face.weights import Keep, check_files, is_finite, load_weights
+from fairseq_icl.models.hugging_face.weights import Keep, check_files, load_weights
 from fairseq_icl.models.transformers_lm import load_folder
 from fairseq_icl.settings import Settings
 

@@ -44,11 +44,8 @@ class StateEdit:
 
 
 @contextmanager
-def edited(decoder: Any, edit: StateEdit | None, sequence: Tensor, position: Tensor) -> Iterator[None]:
+def edited(decoder: Any, edit: StateEdit, sequence: Tensor, position: Tensor) -> Iterator[None]:
     """While open, passes of the decoder, and hooks set inside, see the edit at token `position[r]` of `sequence[r]`."""
-    if edit is None:
-        yield
-        return
     states: dict[int, Tensor] = {}  # of each layer, before it
     by_time, by_batch = (position, sequence), (sequence, position)
 

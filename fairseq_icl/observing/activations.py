@@ -141,7 +141,8 @@ def _one_prompt(model: Model, tokens: Tokens, places: Tokens, names: Sequence[st
             return attended
 
         with ExitStack() as hooks:
-            hooks.enter_context(edited(decoder, model.edit, *torch.tensor([[0], [last]], device=device)))
+            if model.edit is not None:
+                hooks.enter_context(edited(decoder, model.edit, *torch.tensor([[0], [last]], device=device)))
             hooks.enter_context(positions_from(decoder, 0))
             hooks.enter_context(decoder.layers[0].register_forward_pre_hook(lambda m, x: keep("residual", m, x, x)))
             for layer, attention in zip(decoder.layers, attention_modules(decoder), strict=True):

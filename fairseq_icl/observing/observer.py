@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -228,7 +229,7 @@ class Observer:
         def run() -> Seen:
             probe = AttentionProbe(decoder, *recorded, past, wants_heads)
             with (
-                edited(decoder, edit, *changed),
+                edited(decoder, edit, *changed) if edit else nullcontext(),
                 probe,
                 last_feed_forward_at(decoder, *wanted),
                 states_at(decoder, *wanted) as states,
@@ -269,7 +270,8 @@ class Observer:
             first = torch.arange(len(last), device=device)
 
             def run(tokens: Tensor = given[:, :-1], first: Tensor = first, last: Tensor = last) -> Tensor:
-                with edited(decoder, self.model.edit, first, last), positions_from(decoder, 0):
+                edit = self.model.edit
+                with edited(decoder, edit, first, last) if edit else nullcontext(), positions_from(decoder, 0):
                     return decoder(tokens)[0]
 
             log_probs = decoder.get_normalized_probs((self.model.evaluate(run), None), log_probs=True)

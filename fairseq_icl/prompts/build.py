@@ -101,16 +101,21 @@ class Prompts:
         return first[: next((index for index in range(most) if first[index] != last[index]), most)]
 
 
-def build_prompts(spec: DatasetSpec, folder: str | Path, writing: Writing, settings: Settings) -> Prompts:
+def build_prompts(
+    spec: DatasetSpec, folder: str | Path, writing: Writing | Callable[[], Writing], settings: Settings
+) -> Prompts:
     """The prompts of one run, a function of its arguments and the data files alone.
+
+    `writing` may be a function that makes it (a tokenizer may have to be read): it is called when the rows are there.
 
     `settings.limit` keeps the first queries only; which demonstrations fit is still decided by the longest sequence of
     the whole (capped) validation set, as the authors do, so a limited run has the same prompt as the full one.
     """
-    folder, writing = Path(folder), writing.separated(settings.separator)
-    encoder, k = RowEncoder(spec, writing), settings.num_demonstrations
+    folder, k = Path(folder), settings.num_demonstrations
     records: dict[Split, RowRecord] = {}
     train = _read(folder, spec, "train", records)
+    writing = (writing() if callable(writing) else writing).separated(settings.separator)
+    encoder = RowEncoder(spec, writing)
     if k > len(train):
         raise UserError(
             f"{train[0].path}: {k} demonstrations asked for, but the train split of {spec.name} has {len(train)} rows; "

@@ -142,13 +142,13 @@ def _described(method: Method) -> dict[str, Any]:
 
 
 def _hash(*content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=_told).encode()).hexdigest()[:20]
-
-
-def _told(settings: Settings) -> dict[str, Any]:
-    """Settings as keys have them: one of `LATER` is not among them at its default, so results from before stay."""
-    told = asdict(settings)
-    return {name: value for name, value in told.items() if name not in LATER or value != SETTINGS[name].default}
+    # Of settings, one of `LATER` is left out at its default, so that results from before stay.
+    text = json.dumps(
+        content,
+        sort_keys=True,
+        default=lambda told: {n: v for n, v in asdict(told).items() if n not in LATER or v != SETTINGS[n].default},
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def foreign_metrics() -> dict[str, str]:

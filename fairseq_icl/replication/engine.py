@@ -34,8 +34,8 @@ from fairseq_icl.results.examples import most_disagreeing
 from fairseq_icl.settings import OF_TRAINING, Settings
 from fairseq_icl.training.dynamics import Curve
 from fairseq_icl.training.fine_tuning import Watch, fine_tuned
+from fairseq_icl.training.gradients import choose_what_learns
 from fairseq_icl.training.methods import get_method, training_command, training_options
-from fairseq_icl.training.softmax_gradient import choose_what_learns
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Engine:
     def prompts(self, cell: Cell) -> Prompts:
         """The prompts of the cell."""
         data = self.keys.data
-        prompts = build_prompts(cell.spec, data, self.keys.files.writing, cell.settings)
+        prompts = build_prompts(cell.spec, data, lambda: self.keys.files.writing, cell.settings)
         if data_hash(data, cell.spec, sha256_of) != data_hash(data, cell.spec):
             raise UserError(f"{data}: the files of {cell.dataset} changed during the run; start it again")
         return prompts

@@ -16,9 +16,8 @@ from fairseq_icl.replication.cells import Cell
 from fairseq_icl.replication.configuration import GRID, MAX_SCALE, NO_TRAINING
 from fairseq_icl.replication.find_model import MAX_NAME, find_model, shape_of
 from fairseq_icl.results import text_table
-from fairseq_icl.settings import OF_TRAINING, READING, SETTINGS, Settings, check_reading, nearest
+from fairseq_icl.settings import OF_TRAINING, READING, SETTINGS, Settings, check_reading, equal_step_size, nearest
 from fairseq_icl.training.methods import check_precision_of, get_method
-from fairseq_icl.training.norms import equal_step_size
 
 VARIABLE = (*(name for name in SETTINGS if name not in GRID), "reading", "lr_scale")
 """Settings that a variant may change."""

@@ -30,10 +30,10 @@ from fairseq_icl.prompts.catalogue import find_spec
 from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.settings import FLAG_OF_TASK, READINGS, SETTINGS, Settings
 from fairseq_icl.tasks.prompt_datasets import FinetuningDataset, QueryDataset
-from fairseq_icl.training.gradients import GradientControl, check_precision, gradient_control
+from fairseq_icl.training.gradients import GradientControl, check_precision, choose_what_learns, gradient_control
 from fairseq_icl.training.layer_causal import sequential_step
 from fairseq_icl.training.methods import LOSS_SCALE, RUN_THE_MODEL_ONCE
-from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.softmax_gradient import stop_softmax_gradient
 
 logger = logging.getLogger(__name__)
 

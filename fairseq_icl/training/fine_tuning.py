@@ -33,9 +33,9 @@ from fairseq_icl.observing import observe
 from fairseq_icl.prompts.build import Prompts
 from fairseq_icl.results.gradient_record import GradientRecorder
 from fairseq_icl.settings import OF_TRAINING, SETTINGS, Settings, nearest
-from fairseq_icl.training.gradients import gradient_control
+from fairseq_icl.training.gradients import choose_what_learns, gradient_control
 from fairseq_icl.training.methods import Method, check_precision_of, get_method, method_names, training_options
-from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.softmax_gradient import stop_softmax_gradient
 from fairseq_icl.training.vectors import train_queries
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ The task calls `GradientControl.before_step` when an update's gradient is final 
 """
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from fairseq_icl.compat.half_precision import true_gradients
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.pretrained_lm import DTYPES
+from fairseq_icl.models.pretrained_lm import DTYPES, PretrainedLM
+from fairseq_icl.observing.probe import attention_modules
 from fairseq_icl.results.gradient_record import (
     GradientRecorder,
     Update,
@@ -26,8 +28,8 @@ from fairseq_icl.results.gradient_record import (
     heatmap_matrix,
     trained_parameters,
 )
-from fairseq_icl.settings import Settings
-from fairseq_icl.training.norms import StepSizes, WholeLayers, equal_step_size, is_plain_sgd, norms_of
+from fairseq_icl.settings import SETTINGS, Settings, equal_step_size
+from fairseq_icl.training.norms import StepSizes, WholeLayers, is_plain_sgd, norms_of
 
 SampleInfo = tuple[list[int], float, int]  # file rows of an update, its loss in nats summed over tokens, sample size
 Limits: TypeAlias = list[float] | pd.DataFrame  # per layer; or by step: demonstration and norms (list, one per layer)
@@ -201,6 +203,31 @@ def check_precision(precision: str, model: nn.Module, optimizer: FairseqOptimize
     has_masters = isinstance(optimizer, FP16Optimizer | MemoryEfficientFP16Optimizer)
     if dtype != DTYPES[precision] or (precision != "fp32" and not has_masters):
         raise UserError(f"precision={precision}: fairseq's own fp16 and bf16 say otherwise; make them agree")
+
+
+def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
+    """Freeze all but what the settings let learn: in words "4 tensors, layers 28 to 29, 0.9 million parameters"."""
+    is_lora = settings.train_parameters == "lora"  # key and value projections in a random subspace (gradients.py)
+    parts = SETTINGS["train_parameters"].default if is_lora else settings.train_parameters
+    model.freeze_all_but(parts, biases=not is_lora and settings.biases == "trained")
+    if settings.softmax_gradient == "stopped":
+        for module in attention_modules(model.decoder):
+            for name, parameter in module.named_parameters():
+                if name.startswith(("q_", "k_")):  # before the softmax: q_proj, k_proj, q_norm, k_norm
+                    parameter.requires_grad_(False)
+        if not model.trained_names:
+            raise UserError(
+                f"softmax_gradient=stopped: leaves nothing to learn of train_parameters={settings.train_parameters}; "
+                "add self_attn.v_proj"
+            )
+    names = model.trained_names
+    layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))})
+    number = sum(model.get_parameter(name).numel() for name in names)
+    place = f"layers {', '.join(map(str, layers))}" if layers else "outside the layers"
+    if len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1:
+        place = f"layers {layers[0]} to {layers[-1]}"
+    size = f"{number / 1e6:.1f} million" if number >= 100_000 else f"{number:,}"
+    return f"{len(names)} tensors, {place}, {size} parameters"
 
 
 def gradient_control(

@@ -6,6 +6,7 @@ in this process and the command line that does the same are made.
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -115,7 +116,10 @@ class Method:
         options: dict[str, Any] = {}
         for word, following in zip(self.flags, (*self.flags[1:], "--"), strict=False):
             if word.startswith("--"):
-                options[word[2:].replace("-", "_")] = True if following.startswith("--") else _value_of(following)
+                value = True if following.startswith("--") else yaml.safe_load(following)
+                with suppress(TypeError, ValueError):  # YAML takes 1e-3 for a text
+                    value = float(value) if isinstance(value, str) else value
+                options[word[2:].replace("-", "_")] = value
         return options
 
     @property
@@ -125,14 +129,6 @@ class Method:
             return {n: SETTINGS[n].check(value) for n, value in self.options.items() if n in SETTINGS}
         except UserError as error:
             raise UserError(f"method {self.name}: {error}") from error
-
-
-def _value_of(text: str) -> Any:
-    """The value of a flag; YAML takes 1e-3 for a text."""
-    try:
-        return yaml.safe_load(text) if text.isdecimal() else float(text)
-    except ValueError:
-        return yaml.safe_load(text)
 
 
 SHALLOW = ("lr", "layers", "shallow", "kernel", "shallow_steps", "shallow_batch", "shallow_step")

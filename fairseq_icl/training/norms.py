@@ -30,16 +30,6 @@ from torch import Tensor, nn
 from fairseq_icl.compat.half_precision import loss_scale
 from fairseq_icl.errors import UserError
 from fairseq_icl.metrics.vectors import l2_norm
-from fairseq_icl.settings import Settings
-
-
-def equal_step_size(settings: Settings) -> float | None:
-    """The relative size that every layer's step is to have; None: whatever the learning rate makes of it."""
-    if settings.layer_step == "equal" and settings.layer_step_size is None:
-        raise UserError("layer_step=equal: needs layer_step_size=SIZE (|dW| / |W| of a step, for instance 0.001)")
-    if settings.layer_step != "equal" and settings.layer_step_size is not None:
-        raise UserError("layer_step_size: needs layer_step=equal")
-    return settings.layer_step_size
 
 
 class StepSizes:

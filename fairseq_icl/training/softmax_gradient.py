@@ -1,4 +1,4 @@
-"""What learns, and the derivative through the attention weights, kept or stopped.
+"""The derivative through the attention weights, kept or stopped.
 
     attention(x) = softmax(Q K^T) V,     Q, K, V projections of x
 
@@ -8,7 +8,6 @@ change by one bit. A linearized model still moves by the true derivative J delta
 backward.
 """
 
-import re
 from typing import Any
 
 from fairseq.modules import MultiheadAttention
@@ -16,34 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_icl.errors import UserError
-from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing.probe import attention_modules, detached, is_plain
-from fairseq_icl.settings import SETTINGS, Settings
-
-
-def choose_what_learns(model: PretrainedLM, settings: Settings) -> str:
-    """Freeze all but what the settings let learn: in words "4 tensors, layers 28 to 29, 0.9 million parameters"."""
-    is_lora = settings.train_parameters == "lora"  # key and value projections in a random subspace (gradients.py)
-    parts = SETTINGS["train_parameters"].default if is_lora else settings.train_parameters
-    model.freeze_all_but(parts, biases=not is_lora and settings.biases == "trained")
-    if settings.softmax_gradient == "stopped":
-        for module in attention_modules(model.decoder):
-            for name, parameter in module.named_parameters():
-                if name.startswith(("q_", "k_")):  # before the softmax: q_proj, k_proj, q_norm, k_norm
-                    parameter.requires_grad_(False)
-        if not model.trained_names:
-            raise UserError(
-                f"softmax_gradient=stopped: leaves nothing to learn of train_parameters={settings.train_parameters}; "
-                "add self_attn.v_proj"
-            )
-    names = model.trained_names
-    layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))})
-    number = sum(model.get_parameter(name).numel() for name in names)
-    place = f"layers {', '.join(map(str, layers))}" if layers else "outside the layers"
-    if len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1:
-        place = f"layers {layers[0]} to {layers[-1]}"
-    size = f"{number / 1e6:.1f} million" if number >= 100_000 else f"{number:,}"
-    return f"{len(names)} tensors, {place}, {size} parameters"
 
 
 def stop_softmax_gradient(decoder: Any) -> list[RemovableHandle]:

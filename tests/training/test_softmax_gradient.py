@@ -13,7 +13,8 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.observing.probe import attention_modules, queries_keys_values
 from fairseq_icl.settings import Settings
-from fairseq_icl.training.softmax_gradient import choose_what_learns, stop_softmax_gradient
+from fairseq_icl.training.gradients import choose_what_learns
+from fairseq_icl.training.softmax_gradient import stop_softmax_gradient
 from tests.criterions.tiny_model import criterion, gradients, task
 from tests.models.tiny_linearized import random_deltas, set_deltas
 from tests.training.small_models import SAMPLE, small_model

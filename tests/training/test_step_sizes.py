@@ -11,9 +11,8 @@ from fairseq_icl.errors import UserError
 from fairseq_icl.models.pretrained_lm import PretrainedLM
 from fairseq_icl.results import heatmap_matrix, step_size_matrix
 from fairseq_icl.results.gradient_record import GradientRecorder
-from fairseq_icl.settings import Settings
+from fairseq_icl.settings import Settings, equal_step_size
 from fairseq_icl.training.gradients import GradientControl
-from fairseq_icl.training.norms import equal_step_size
 from tests.criterions.tiny_model import criterion
 from tests.training.small_models import KINDS, optimizer_of, small_model, update, weights_of
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.checkpoints import is_finite
 from fairseq_icl.models.hugging_face.folder import HFModel
 
 MASKS = r".*attn\.(?:masked_)?bias|.*inv_freq"
@@ -63,11 +64,6 @@ def opened(path: Path) -> tuple[list[str], Callable[[str], Tensor]]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path}: not a file of named tensors; use the model's safetensors")
     return list(state), state.__getitem__
-
-
-def is_finite(weights: Tensor) -> bool:
-    """Whether no value is NaN or infinite; in one pass and without a mask in memory."""
-    return not weights.numel() or all(bool(end.isfinite()) for end in torch.aminmax(weights))  # NaN if any value is
 
 
 @torch.no_grad()

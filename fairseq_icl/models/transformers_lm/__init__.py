@@ -13,8 +13,9 @@ from fairseq.data import Dictionary
 from fairseq.models import FairseqDecoder
 
 from fairseq_icl.errors import UserError
+from fairseq_icl.models.checkpoints import is_finite
 from fairseq_icl.models.hugging_face import HFModel
-from fairseq_icl.models.hugging_face.weights import MASKS, is_finite
+from fairseq_icl.models.hugging_face.weights import MASKS
 from fairseq_icl.models.transformers_lm.attention import NAME, attention_function, mask_function
 from fairseq_icl.models.transformers_lm.decoder import TransformersDecoder
 from fairseq_icl.models.transformers_lm.examination import agree, examine, linear_of, positions_of
