@@ -45,6 +45,7 @@ class ResultsFolder:
 
     def __init__(self, folder: str | Path, *, create: bool = True):
         self.folder = Path(folder)
+        self.observations = self.folder / "observations"
         marker = self.folder / "store.json"
         if marker.is_dir():
             raise UserError(f"{marker}: a folder where a file should be; remove it, or choose another out=DIR")
@@ -144,7 +145,7 @@ class ResultsFolder:
 
     def observation(self, key: str) -> Observed | None:
         """The observation that was kept, if its files are to the last byte those that were written; else it goes."""
-        folder = self.folder / "observations" / key
+        folder = self.observations / key
         if not os.path.lexists(folder):
             return None
         try:
@@ -173,12 +174,12 @@ class ResultsFolder:
             sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
             (folder / SUMS).write_text(json.dumps({"key": key, "files": sums}), encoding="utf-8")
 
-        self._put(self.folder / "observations" / key, write)
+        self._put(self.observations / key, write)
 
     def drop(self, key: str) -> None:
         """Forget what has this key: an observation or a shared model that nobody needs, a cell to be computed again."""
         with _clear_errors(self.folder):
-            for path in (self.folder / "observations" / key, self.shared_model(key), self.cell(key).path):
+            for path in (self.observations / key, self.shared_model(key), self.cell(key).path):
                 remove(path)
 
     def shared_model(self, key: str) -> Path:

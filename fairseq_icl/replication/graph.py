@@ -49,7 +49,7 @@ def watches(cell: Cell) -> bool:
 
 def graph_of(cells: Sequence[Cell], keys: Keys, folder: ResultsFolder, *, share_models: bool = False) -> list[Task]:
     """The tasks of all cells (which are unfinished), in the order of the plan and every task after what it needs."""
-    stored = {path.name for path in (folder.folder / "observations").iterdir()}
+    stored = {path.name for path in folder.observations.iterdir()}
     # Observations that another task may make: not a fine-tuned model that the cell itself watches learning.
     awaited = {cell: observations_of(cell, keys)[: 2 if watches(cell) else None] for cell in cells}
     uses = Counter(observation.key for needed in awaited.values() for observation in needed)
