@@ -135,7 +135,8 @@ def parts_of(cells: pd.DataFrame, model: str, page: Path) -> Iterator[str]:
         counts = each.groupby(["dataset", "method"], sort=False).size()
         told = ", ".join(f"{dataset} {method} {count}" for (dataset, method), count in counts.items())
         if len(each):
-            yield f"{len(each)} cells {part} ({told}), {each['seconds'].sum() / 60:.0f} minutes in them."
+            minutes = each["seconds"].sum() / 60
+            yield f"{len(each)} cells {part} ({told}), {minutes:.0f} minutes without shared observations."
     chosen: dict[tuple[str, str], float | None] = {}
     if len(searched):
         run = run_of(searched)
