@@ -45,18 +45,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", type=Path, default=Path("theory"), help="folder for the pages (default: theory)")
     arguments = parser.parse_args(argv)
     from fairseq_icl import api
+    from fairseq_icl.errors import UserError
     from fairseq_icl.files import write_atomically
     from fairseq_icl.theory.descent import run_descent  # which adds to the exact statements
     from fairseq_icl.theory.on_decoder import run_on_decoder
     from fairseq_icl.theory.statements import run_exact
     from fairseq_icl.theory.trained import run_trained
 
-    records = run_exact(arguments.seed)
-    records += [] if arguments.no_training else run_trained(arguments.seed) + run_descent(arguments.seed)
     model = api.load_model(arguments.model, device="cpu")
     of_prompts = {"k": arguments.demonstrations, "seed": arguments.seed, "limit": arguments.queries}
     prompts = api.build_prompts(model, arguments.dataset, data=arguments.data, **of_prompts)
     ends = [end + 1 for _, end in prompts.context_spans]
+    if not ends:
+        raise UserError(f"--demonstrations {arguments.demonstrations}: the prompt has none; give at least 1 that fits")
+    records = run_exact(arguments.seed)
+    records += [] if arguments.no_training else run_trained(arguments.seed) + run_descent(arguments.seed)
     sizes = [*(size for size in (1, 2, 4, 8, 16, 32) if size < len(ends)), len(ends)]
     contexts = [prompts.context[: ends[size - 1]] for size in sizes]
     queries = [query.inputs[0] for query in prompts.queries]

@@ -18,3 +18,4 @@ def test_every_statement_holds_on_the_demo_model(tmp_path: Path):
 
 def test_mistakes_are_one_line(tmp_path: Path):
     assert_one_clear_line(run("fairseq-icl", "theory", "--no-training", "--model", tmp_path / "no.pt"), "no.pt")
+    assert_one_clear_line(run("fairseq-icl", "theory", "--no-training", "--demonstrations", "0"), "--demonstrations 0")
