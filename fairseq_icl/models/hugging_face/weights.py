@@ -1,8 +1,8 @@
 """Files of weights, opened without running anything that is in them: safetensors, and pickles of plain tensors.
 
-Those of XGLM, and of a dense LM in its form, go into fairseq's decoder in fp32 tensor by tensor. Files are mapped into
-memory, not read, and mapped anew every 32 MB: pages that were read count as this process's memory until then. So the
-peak is the fp32 weights, the largest tensor and little more.
+Those of XGLM, and of a dense LM in its form, go into fairseq's decoder tensor by tensor, in the precision asked for.
+Files are mapped into memory, not read, and mapped anew every 32 MB: pages that were read count as this process's memory
+until then. So the peak is the weights in that precision, the largest tensor and little more.
 """
 
 import pickle
