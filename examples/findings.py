@@ -10,20 +10,22 @@ outside the marks. Nothing is averaged but seeds: whatever else differs between 
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtrit  # light, unlike scipy.stats
 
 from fairseq_icl.files import with_part, write_atomically
-from fairseq_icl.replication.report.claims import NO_DATA, corrected, judge
+from fairseq_icl.replication.report.claims import NO_DATA, Verdict, authors_verdicts, corrected, judge
 from fairseq_icl.replication.report.claims import verdicts as verdicts_of
 from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
 from fairseq_icl.replication.report.effects import Sample
 from fairseq_icl.replication.report.experiments import pooled
 from fairseq_icl.replication.report.plotting import drawings
-from fairseq_icl.replication.report.published import Term, claims, inits_of
+from fairseq_icl.replication.report.published import Term, authors_noise, authors_runs, claims, inits_of
 from fairseq_icl.replication.report.rates import choose_rates, rate_figures, rate_tables
 from fairseq_icl.replication.report.run import IDENTITY, Run, load_run
 from fairseq_icl.replication.report.text import decided_by, effect_text, file_name, markdown
@@ -74,7 +76,10 @@ def main() -> None:
     newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
     cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3]).sort_values(COLUMNS[:-3], ignore_index=True)
     write_atomically(file, cells.to_csv(index=False, lineterminator="\n"))
-    parts = [part for model in cells["model"].unique() for part in parts_of(cells, str(model), arguments.page)]
+    models = [str(model) for model in cells["model"].unique()]
+    chosen = {model: chosen_rates(cells, model) for model in models}
+    parts = [side_by_side({model: verdicts(cells, model, chosen[model]) for model in models}), authors()]
+    parts += [part for model in models for part in parts_of(cells, model, arguments.page, chosen[model])]
     text = "\n\n".join(filter(None, parts))
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
 
@@ -125,7 +130,16 @@ def run_of(cells: pd.DataFrame) -> Run:
     return Run(Path(), planned, configurations, values, experiments=[], tables=[])
 
 
-def parts_of(cells: pd.DataFrame, model: str, page: Path) -> Iterator[str]:
+Rates = dict[tuple[str, str], float | None]  # (dataset, method) -> what the search chose; None: it admits no rate
+
+
+def chosen_rates(cells: pd.DataFrame, model: str) -> Rates:
+    """What the model's searches chose."""
+    searched = cells[(cells["model"] == model) & (cells["queries"] == "train")]
+    return {(one.dataset, one.method): one.rate for one in choose_rates(run_of(searched))} if len(searched) else {}
+
+
+def parts_of(cells: pd.DataFrame, model: str, page: Path, chosen: Rates) -> Iterator[str]:
     """All of a model: what was computed, rates, equal displacement, answers, similarities, spreads, verdicts."""
     own = cells[cells["model"] == model]
     searched, tested = own[own["queries"] == "train"], own[own["queries"] != "train"]
@@ -137,10 +151,8 @@ def parts_of(cells: pd.DataFrame, model: str, page: Path) -> Iterator[str]:
         if len(each):
             minutes = each["seconds"].sum() / 60
             yield f"{len(each)} cells {part} ({told}), {minutes:.0f} minutes without shared observations."
-    chosen: dict[tuple[str, str], float | None] = {}
     if len(searched):
         run = run_of(searched)
-        chosen = {(choice.dataset, choice.method): choice.rate for choice in choose_rates(run)}
         yield from (f"#{markdown(table)}" for table in (*rate_tables(run), *displacement_tables(run)))
         found = next(v for v in verdicts_of(run, model) if v.claim.name == "lcgd_sim_aou_equal_length")
         yield f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason})."
@@ -150,7 +162,11 @@ def parts_of(cells: pd.DataFrame, model: str, page: Path) -> Iterator[str]:
     equal = tested[(tested["layer_step_size"] != "") & (tested["perturbation"] == 0)]
     if len(equal):
         yield from (f"#{markdown(table)}" for table in displacement_tables(run_of(equal)))
-    yield verdicts(tested, model, chosen)
+    judged = verdicts(cells, model, chosen)
+    if judged:
+        rows = [[v.claim.says, v.status, decided_by(v), v.reason, v.corrected] for v in judged]
+        title = f"#### Do the papers' claims hold on {model}?"
+        yield lines_of(title, ["", "here", "effect", "why", "all claims together"], rows)
 
 
 def figures(charts: Sequence[Any], page: Path) -> Iterator[str]:
@@ -183,12 +199,12 @@ def _after(before: str, words: pd.Series) -> pd.Series:
 def table(title: str, cells: pd.DataFrame, metrics: dict[str, str]) -> str:
     """A Markdown table: a row a metric, a column for each of `column`; mean ± SD over seeds."""
     columns = list(dict.fromkeys(cells["column"]))
-    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    rows = []
     for metric, name in metrics.items():
         values = [cells.loc[(cells["metric"] == metric) & (cells["column"] == one), "value"] for one in columns]
         if any(map(len, values)):
-            lines.append([name, *map(number, values)])
-    return f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            rows.append([name, *map(number, values)])
+    return lines_of(title, ["", *columns], rows)
 
 
 def number(values: pd.Series) -> str:
@@ -214,10 +230,8 @@ def spreads(rows: pd.DataFrame, by: str, title: str) -> str:
             if not pd.isna(within):
                 draws = f"{measured[by].nunique()} draws, {measured['seed'].nunique()} seeds"
                 lines.append([f"{name}, {named}", f"{within:.3f}", "–" if pd.isna(over) else f"{over:.3f}", draws])
-    if not lines:
-        return ""
-    heads = [["", f"SD by {'rounding' if by == 'perturbation' else 'order'}", "SD by seed", "of"], ["---"] * 4]
-    return f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in [*heads, *lines])
+    heads = ["", f"SD by {'rounding' if by == 'perturbation' else 'order'}", "SD by seed", "of"]
+    return lines_of(title, heads, lines) if lines else ""
 
 
 class CellEvidence:
@@ -235,17 +249,72 @@ class CellEvidence:
         return Sample(seeds, np.array([], int), rows["value"].to_numpy(float)[:, None, None]) if seeds else None
 
 
-def verdicts(tested: pd.DataFrame, model: str, chosen: dict[tuple[str, str], float | None]) -> str:
-    """Those of the papers' claims that the cells at the chosen rates can be asked, and what they say."""
-    plain = tested[(tested["perturbation"] == 0) & (tested["layer_step_size"] == "") & (tested["others"] == "")]
+def verdicts(cells: pd.DataFrame, model: str, chosen: Rates) -> list[Verdict]:
+    """Those of the papers' claims that the model's cells at the chosen rates can be asked, and what they say."""
+    plain = cells[(cells["model"] == model) & (cells["queries"] != "train") & (cells["others"] == "")]
+    plain = plain[(plain["perturbation"] == 0) & (plain["layer_step_size"] == "")]
     rates = [chosen.get((row.dataset, row.method)) for row in plain.itertuples()]
     has_rate = [not lr or rate is None or float(lr) == rate for lr, rate in zip(plain["lr"], rates, strict=True)]
     evidence = CellEvidence(plain[np.array(has_rate, bool)])
-    found = corrected([judge(claim, evidence) for claim in claims()])
-    rows = [[v.claim.says, v.status, decided_by(v), v.reason, v.corrected] for v in found if v.status != NO_DATA]
-    lines = [["", "here", "effect", "why", "all claims together"], ["---"] * 5, *rows]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"#### Do the papers' claims hold on {model}?\n\n{text}" if rows else ""
+    return [found for found in corrected([judge(claim, evidence) for claim in claims()]) if found.status != NO_DATA]
+
+
+def side_by_side(found: dict[str, list[Verdict]]) -> str:
+    """Every claim that some model could be asked, a column a model, and the authors' runs."""
+    columns = found | {"the authors' runs, 1.3B": authors_verdicts()}
+    asked = {verdict.claim.says: verdict.claim.name for verdicts in found.values() for verdict in verdicts}
+    rows = []
+    for says in asked:
+        told = [next((v for v in column if v.claim.says == says), None) for column in columns.values()]
+        rows.append(
+            [
+                f"{says} (`{asked[says]}`)",
+                *(f"{v.status}: {decided_by(v)}" if v and v.status != NO_DATA else "–" for v in told),
+            ]
+        )
+    return lines_of("### The papers' claims, model by model", ["", *columns], rows) if rows else ""
+
+
+def authors() -> str:
+    """What the authors' seeds could decide: differences paired by seed in their runs, beside how far repeats differ."""
+    runs = authors_runs()
+    runs = runs[runs["layer"].isna() & (runs["clip_norm"] == 0) & (runs["precision"] == "fp16")]
+    noise = authors_noise()
+    gd = ("gd", "pretrained")
+    rows = []
+    for metric, other in product(
+        ("sim_aou_norm", "sim_am_delta"), (("lcgd", "pretrained"), ("gd", "trained-embeddings"))
+    ):
+        values = (
+            runs[runs["metric"] == metric]
+            .set_index(["method", "init", "dataset", "seed", "permutation"])["value"]
+            .sort_index()
+        )
+        differences = (values.loc[other] - values.loc[gd]).dropna()
+        for dataset, by_seed in differences.groupby("dataset"):
+            count, sd = len(by_seed), float(by_seed.std())
+            half = float(stdtrit(count - 1, 0.975)) * sd / count**0.5
+            apart = [noise.get((metric, *which, 0.0, dataset, "fp16"), (np.nan,))[0] for which in (gd, other)]
+            name = f"{SIMILARITIES[metric]}, {other[0] if other[1] == 'pretrained' else other[1]} - gd, {dataset}"
+            mean = float(by_seed.mean())
+            repeats = "–" if np.isnan(apart).all() else f"{np.nanmax(apart):.4f}"
+            rows.append([name, str(count), f"{mean:+.3f} ± {sd:.3f}", f"{half:.3f}"])
+            rows[-1] += ["yes" if abs(mean) > half else "no", repeats]
+    heads = [
+        "",
+        "seeds",
+        "difference, paired by seed",
+        "half an interval",
+        "decided",
+        "repeats of one run differ by at most",
+    ]
+    return lines_of("### What the authors' seeds could decide", heads, rows)
+
+
+def lines_of(title: str, heads: list[str], rows: list[list[str]]) -> str:
+    """A title and a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """experiment=rate_search: which rate is chosen, where it is written, and that a run takes it from there."""
 
+import re
+
 import pandas as pd
 import pytest
 import torch
 import yaml
+from scipy.stats import ttest_1samp
 
 import fairseq_icl as fi
 from examples import findings
@@ -18,6 +21,7 @@ from fairseq_icl.replication.report.displacement import (
     displacement_tables,
     sweeps,
 )
+from fairseq_icl.replication.report.published import FOLDER
 from fairseq_icl.replication.report.rates import (
     Choice,
     choose_rates,
@@ -234,7 +238,31 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
     monkeypatch.setattr("sys.argv", ["findings", "--page", str(page)])
     findings.main()
     assert page.read_text() == first, "without folders it is the same page"
-    page.with_name("findings_cells.csv").write_text(cells.assign(model="other").to_csv(index=False))
+    others = [cells.assign(model="other"), cells.assign(model="other", queries="validation", key=cells["key"] + "v")]
+    page.with_name("findings_cells.csv").write_text(pd.concat(others).to_csv(index=False))
     monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
     findings.main()
-    assert [line for line in page.read_text().splitlines() if line.startswith("### ")] == ["### demo", "### other"]
+    lines = page.read_text().splitlines()
+    parts = ["### The papers' claims, model by model", "### What the authors' seeds could decide"]
+    assert [line for line in lines if line.startswith("### ")] == [*parts, "### demo", "### other"]
+    heads = next(index for index, line in enumerate(lines) if line == "|  | demo | other | the authors' runs, 1.3B |")
+    (row,) = [line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line]
+    assert re.fullmatch(r"\| .* \| – \| \w[^|]*: [+-]\d[^|]* on demo_sentiment \| \w[^|]*: [^|]* \|", row)
+
+
+def test_what_the_authors_seeds_could_decide_is_paired_by_seed():
+    (row,) = [line for line in findings.authors().splitlines() if line.startswith("| SimAOU_norm, lcgd - gd, mr |")]
+    logs = pd.read_csv(FOLDER / "authors_runs.csv", dtype={"clip_norm": str})
+    logs = logs[(logs["dataset"] == "mr") & (logs["metric"] == "sim_aou_norm") & (logs["layer"] == "all")]
+    logs = logs[(logs["init"] == "pretrained") & (logs["clip_norm"] == "0") & (logs["precision"] == "fp16")]
+    by_seed = logs[logs["source"].str.startswith("master")].pivot(index="seed", columns="method", values="value")
+    seeds = (by_seed["lcgd"] - by_seed["gd"]).dropna()
+    interval = ttest_1samp(seeds, 0).confidence_interval(0.95)
+    half = (interval.high - interval.low) / 2
+    told = [
+        f"{len(seeds)}",
+        f"{seeds.mean():+.3f} ± {seeds.std():.3f}",
+        f"{half:.3f}",
+        "yes" if half < abs(seeds.mean()) else "no",
+    ]
+    assert [cell.strip() for cell in row.split("|")[2:6]] == told
