@@ -16,7 +16,7 @@ import pandas as pd
 import yaml
 
 from fairseq_icl.files import write_atomically
-from fairseq_icl.replication.report.charts import Chart, Series, panels_of
+from fairseq_icl.replication.report.charts import Chart, Panel, Series
 from fairseq_icl.replication.report.experiments import pooled
 from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import Entry, Table, number
@@ -176,17 +176,17 @@ def rate_figures(run: Run, model: str) -> Iterator[Chart]:
     """The likelihood of labels, and that of the text, against the learning rate, with the best rate of each."""
     choices = [choice for choice in choose_rates(run) if choice.model == model]
     for name, words in ((LABELS, "labels that were not trained on"), (TEXT, "rows that were not trained on")):
-        series = []
+        panels = []  # one a method: where one diverges, nothing could be seen of the others
         for choice in choices:
-            tags = {"method": choice.method, "dataset": choice.dataset}
             best = choice.rate if name == LABELS else choice.by_text
             curve = choice.tried[[name, f"{name} sd"]].astype(float).dropna(subset=[name])
-            series.append(Series(choice.method, list(curve.index), list(curve[name]), list(curve[f"{name} sd"]), tags))
-            if best is not None:
-                series.append(Series(f"{choice.method}, best", [best], [float(curve.loc[best, name])], tags=tags))
+            series = [Series("rates", list(curve.index), list(curve[name]), list(curve[f"{name} sd"]))]
+            series += [Series("best", [best], [float(curve.loc[best, name])])] if best is not None else []
+            tags = {"method": choice.method, "dataset": choice.dataset}
+            panels.append(Panel(f"{choice.dataset}: {choice.method}", series, tags=tags))
         title, axes = f"Likelihood of {words} against the learning rate", ("learning rate", "log-likelihood (nats)")
         caption = f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds."
-        yield Chart(f"rates_{name}_{model}", title, caption, panels_of(series), *axes, scale="log")
+        yield Chart(f"rates_{name}_{model}", title, caption, panels, *axes, scale="log")
 
 
 def write_model_files(run: Run, folder: Path) -> list[Path]:
