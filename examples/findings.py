@@ -25,7 +25,7 @@ from fairseq_icl.replication.report.displacement import displacement_figures, di
 from fairseq_icl.replication.report.effects import Sample
 from fairseq_icl.replication.report.experiments import pooled
 from fairseq_icl.replication.report.plotting import drawings
-from fairseq_icl.replication.report.published import Term, authors_noise, authors_runs, claims, inits_of
+from fairseq_icl.replication.report.published import Claim, Term, authors_noise, authors_runs, claims, inits_of
 from fairseq_icl.replication.report.rates import choose_rates, rate_figures, rate_tables
 from fairseq_icl.replication.report.run import IDENTITY, Run, load_run
 from fairseq_icl.replication.report.text import decided_by, effect_text, file_name, markdown
@@ -164,7 +164,7 @@ def parts_of(cells: pd.DataFrame, model: str, page: Path, chosen: Rates) -> Iter
         yield from (f"#{markdown(table)}" for table in displacement_tables(run_of(equal)))
     judged = verdicts(cells, model, chosen)
     if judged:
-        rows = [[v.claim.says, v.status, decided_by(v), v.reason, v.corrected] for v in judged]
+        rows = [[said(v.claim), v.status, decided_by(v), v.reason, v.corrected] for v in judged]
         title = f"#### Do the papers' claims hold on {model}?"
         yield lines_of(title, ["", "here", "effect", "why", "all claims together"], rows)
 
@@ -259,18 +259,19 @@ def verdicts(cells: pd.DataFrame, model: str, chosen: Rates) -> list[Verdict]:
     return [found for found in corrected([judge(claim, evidence) for claim in claims()]) if found.status != NO_DATA]
 
 
+def said(claim: Claim) -> str:
+    """The claim and the name that tells it from others which say "the same"."""
+    return f"{claim.says} (`{claim.name}`)"
+
+
 def side_by_side(found: dict[str, list[Verdict]]) -> str:
     """Every claim that some model could be asked, a column a model, and the authors' runs."""
     columns = found | {"the authors' runs, 1.3B": authors_verdicts()}
-    asked = {verdict.claim.says: verdict.claim.name for verdicts in found.values() for verdict in verdicts}
     rows = []
-    for says in asked:
-        told = [next((v for v in column if v.claim.says == says), None) for column in columns.values()]
+    for claim in dict.fromkeys(verdict.claim for verdicts in found.values() for verdict in verdicts):
+        told = [next((v for v in column if v.claim == claim), None) for column in columns.values()]
         rows.append(
-            [
-                f"{says} (`{asked[says]}`)",
-                *(f"{v.status}: {decided_by(v)}" if v and v.status != NO_DATA else "–" for v in told),
-            ]
+            [said(claim), *(f"{v.status}: {decided_by(v)}" if v and v.status != NO_DATA else "–" for v in told)]
         )
     return lines_of("### The papers' claims, model by model", ["", *columns], rows) if rows else ""
 
