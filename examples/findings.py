@@ -1,11 +1,16 @@
 """docs/findings.md from results folders.
 
     python -m examples.findings FOLDER... --page docs/findings.md
+    python -m examples.findings --page docs/findings.md --ask model=gemma-3-270m method=gd lr=0.01 queries=train \\
+        auc_icl minus auc_ft
 
 Every finished cell of the folders, of whatever experiment and model, goes to docs/findings_cells.csv, where it takes
 the place of an earlier one with the same settings. Tables, figures and verdicts between the page's marks are made of
 that file alone: without folders the page is only made anew, and a third model is one more folder. The prose stands
 outside the marks. Nothing is averaged but seeds: whatever else differs between cells is a row or a column of its own.
+
+`--ask` prints the rows of the file behind a number of the page, with mean, SD and interval over seeds. After `minus`
+stand only the words that differ from those before it. Where nothing is said, cells are pretrained and as plain as any.
 """
 
 import argparse
@@ -66,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.findings", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="results folders of any experiment")
     parser.add_argument("--page", type=Path, required=True)
+    parser.add_argument("--ask", nargs="+", metavar="WORD", help="COLUMN=VALUE of the file's cells, and a metric")
     arguments = parser.parse_args()
     file = arguments.page.with_name(f"{arguments.page.stem}_cells.csv")
     found = [cells_of(load_run(folder)) for folder in arguments.folders]
@@ -73,6 +79,12 @@ def main() -> None:
         found.append(pd.read_csv(file, keep_default_na=False, dtype={"others": str, "layer_step_size": str}))
     cells = pd.concat(found, ignore_index=True)
     cells = cells.astype({"layer_step_size": str, "lr": str})
+    if arguments.ask:
+        try:
+            print(answer(cells, arguments.ask))
+        except ValueError as error:
+            parser.error(f"--ask: {error}")
+        return
     newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
     cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3]).sort_values(COLUMNS[:-3], ignore_index=True)
     write_atomically(file, cells.to_csv(index=False, lineterminator="\n"))
@@ -103,6 +115,35 @@ def cells_of(run: Run) -> pd.DataFrame:
     said = pd.DataFrame.from_dict(rows, orient="index").rename_axis("key").reset_index()
     said = said.assign(**{name: said[name].map(_written) for name in ("lr", "layer_step_size")})
     return values.assign(model=values["plain_model"]).merge(said, on="key")[COLUMNS]
+
+
+def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
+    """The rows that the words ask for, and what they are on average; of two askings the difference, paired by seed."""
+    sides: list[pd.Series] = []
+    wanted = {"init": "pretrained", "perturbation": "0", "layer_step_size": "", "others": ""}
+    at = words.index("minus") if "minus" in words else len(words)
+    for part in filter(None, (words[:at], words[at + 1 :])):
+        rows = cells
+        for word in part:
+            column, is_column, value = word.partition("=")
+            wanted |= {column: value} if is_column else {"metric": word}
+        for column, value in wanted.items():
+            if column not in rows:
+                raise ValueError(f"the file has no column {column}; it has {', '.join(COLUMNS)}")
+            known = rows[column].astype(str)
+            rows = rows[known == value]
+            if rows.empty:
+                raise ValueError(f"no cell with {column}={value} is left; there are {', '.join(known.unique())}")
+        differing = [column for column in [*CELL, "metric"] if rows[column].nunique() > 1]
+        if differing:
+            some = ", ".join(f"{column}={{{'|'.join(map(str, rows[column].unique()))}}}" for column in differing)
+            raise ValueError(f"cells of one kind only are averaged; say {some}")
+        sides.append(rows.set_index(["seed", "permutation"])["value"])
+    values = (sides[0] - sides[1] if len(sides) > 1 else sides[0]).dropna()
+    half = float(stdtrit(len(values) - 1, 0.975)) * float(values.std()) / len(values) ** 0.5
+    mean = float(values.mean())
+    interval = f"95 % [{mean - half:.4f}, {mean + half:.4f}]"
+    return f"{values.to_string()}\nmean {mean:.4f}, SD {values.std():.4f}, {interval} over {len(values)} seeds"
 
 
 def _written(value: Any) -> str:

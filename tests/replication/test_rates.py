@@ -246,8 +246,34 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
     parts = ["### The papers' claims, model by model", "### What the authors' seeds could decide"]
     assert [line for line in lines if line.startswith("### ")] == [*parts, "### demo", "### other"]
     heads = next(index for index, line in enumerate(lines) if line == "|  | demo | other | the authors' runs, 1.3B |")
-    (row,) = [line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line]
+    row = next(line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line)
     assert re.fullmatch(r"\| .* \| – \| \w[^|]*: [+-]\d[^|]* on demo_sentiment \| \w[^|]*: [^|]* \|", row)
+
+
+def test_the_rows_behind_a_number_of_the_page_are_told(searched, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "findings.md"
+    page.write_text("<!-- tables -->\n<!-- end of tables -->\n")
+
+    def ask(*words):
+        monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page), "--ask", *words])
+        findings.main()
+        return capsys.readouterr().out
+
+    run = load_run(searched).values
+    plain = run[run["layer"].isna() & (run["metric"] == "sim_aou") & (run["variant"] == "lr=0.03")]
+    by_seed = plain.pivot_table(index="seed", columns="method", values="value")
+    told = ask("method=lcgd", "lr=0.03", "sim_aou", "minus", "method=gd")
+    assert f"mean {(by_seed['lcgd'] - by_seed['gd']).mean():.4f}" in told
+    interval = ttest_1samp(by_seed["gd"], 0).confidence_interval(0.95)
+    assert f"95 % [{interval.low:.4f}, {interval.high:.4f}] over 2 seeds" in ask("method=gd", "lr=0.03", "sim_aou")
+    for words, reason in (
+        (["method=gd", "sim_aou"], "cells of one kind only are averaged; say lr={0.01|0.03"),
+        (["method=sgd", "sim_aou"], "no cell with method=sgd is left; there are gd, lcgd"),
+        (["methods=gd", "sim_aou"], "the file has no column methods"),
+    ):
+        with pytest.raises(SystemExit):
+            ask(*words)
+        assert reason in capsys.readouterr().err
 
 
 def test_what_the_authors_seeds_could_decide_is_paired_by_seed():
