@@ -140,10 +140,11 @@ def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
             raise ValueError(f"cells of one kind only are averaged; say {some}")
         sides.append(rows.set_index(["seed", "permutation"])["value"])
     values = (sides[0] - sides[1] if len(sides) > 1 else sides[0]).dropna()
-    half = float(stdtrit(len(values) - 1, 0.975)) * float(values.std()) / len(values) ** 0.5
-    mean = float(values.mean())
-    interval = f"95 % [{mean - half:.4f}, {mean + half:.4f}]"
-    return f"{values.to_string()}\nmean {mean:.4f}, SD {values.std():.4f}, {interval} over {len(values)} seeds"
+    mean, count, told = float(values.mean()), len(values), ""
+    if count > 1:
+        half = float(stdtrit(count - 1, 0.975)) * float(values.std()) / count**0.5
+        told = f", SD {values.std():.4f}, 95 % [{mean - half:.4f}, {mean + half:.4f}]"
+    return f"{values.to_string()}\nmean {mean:.4f}{told} over {count} seed{'s' if count > 1 else ''}"
 
 
 def _written(value: Any) -> str:
