@@ -195,20 +195,26 @@ def parts_of(cells: pd.DataFrame, model: str, page: Path, chosen: Rates) -> Iter
             yield f"{len(each)} cells {part} ({told}), {minutes:.0f} minutes without shared observations."
     if len(searched):
         run = run_of(searched)
-        yield from (f"#{markdown(table)}" for table in (*rate_tables(run), *displacement_tables(run)))
-        found = next(v for v in verdicts_of(run, model) if v.claim.name == "lcgd_sim_aou_equal_length")
-        yield f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason})."
+        yield from (f"#{markdown(table)}" for table in rate_tables(run))
+        yield from equal_length(run, model)
         yield from figures([*rate_figures(run, model), *displacement_figures(run, model)], page)
     for dataset, rows in tested.groupby("dataset", sort=False):
         yield from tested_tables(rows, f"{model}, {dataset}")
     equal = tested[(tested["layer_step_size"] != "") & (tested["perturbation"] == 0)]
     if len(equal):
-        yield from (f"#{markdown(table)}" for table in displacement_tables(run_of(equal)))
+        yield from equal_length(run_of(equal), model)
     judged = verdicts(cells, model, chosen)
     if judged:
         rows = [[said(v.claim), v.status, decided_by(v), v.reason, v.corrected] for v in judged]
         title = f"#### Do the papers' claims hold on {model}?"
         yield lines_of(title, ["", "here", "effect", "why", "all claims together"], rows)
+
+
+def equal_length(run: Run, model: str) -> Iterator[str]:
+    """Methods where they move the model equally far, and whether the two of the second paper differ there."""
+    yield from (f"#{markdown(table)}" for table in displacement_tables(run))
+    found = next(v for v in verdicts_of(run, model) if v.claim.name == "lcgd_sim_aou_equal_length")
+    yield f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason})."
 
 
 def figures(charts: Sequence[Any], page: Path) -> Iterator[str]:
