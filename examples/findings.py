@@ -133,10 +133,14 @@ def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
             known = rows[column].astype(str)
             rows = rows[known == value]
             if rows.empty:
-                raise ValueError(f"no cell with {column}={value} is left; there are {', '.join(known.unique())}")
+                raise ValueError(
+                    f"no cell with {column}={value} is left; there are {', '.join(sorted(known.unique()))}"
+                )
         differing = [column for column in [*CELL, "metric"] if rows[column].nunique() > 1]
         if differing:
-            some = ", ".join(f"{column}={{{'|'.join(map(str, rows[column].unique()))}}}" for column in differing)
+            some = ", ".join(
+                f"{column}={{{'|'.join(sorted(map(str, rows[column].unique())))}}}" for column in differing
+            )
             raise ValueError(f"cells of one kind only are averaged; say {some}")
         sides.append(rows.set_index(["seed", "permutation"])["value"])
     values = (sides[0] - sides[1] if len(sides) > 1 else sides[0]).dropna()
