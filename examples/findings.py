@@ -21,13 +21,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit  # light, unlike scipy.stats
 
 from fairseq_icl.files import with_part, write_atomically
 from fairseq_icl.replication.report.claims import NO_DATA, Verdict, authors_verdicts, corrected, judge
 from fairseq_icl.replication.report.claims import verdicts as verdicts_of
 from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
-from fairseq_icl.replication.report.effects import Sample
+from fairseq_icl.replication.report.effects import LEVEL, Part, Sample
 from fairseq_icl.replication.report.experiments import pooled
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import Claim, Term, authors_noise, authors_runs, claims, inits_of
@@ -79,19 +78,19 @@ def main() -> None:
         found.append(pd.read_csv(file, keep_default_na=False, dtype={"others": str, "layer_step_size": str}))
     cells = pd.concat(found, ignore_index=True)
     cells = cells.astype({"layer_step_size": str, "lr": str})
+    newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
+    cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3]).sort_values(COLUMNS[:-3], ignore_index=True)
     if arguments.ask:
         try:
             print(answer(cells, arguments.ask))
         except ValueError as error:
             parser.error(f"--ask: {error}")
         return
-    newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
-    cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3]).sort_values(COLUMNS[:-3], ignore_index=True)
     write_atomically(file, cells.to_csv(index=False, lineterminator="\n"))
     models = [str(model) for model in cells["model"].unique()]
-    chosen = {model: chosen_rates(cells, model) for model in models}
-    parts = [side_by_side({model: verdicts(cells, model, chosen[model]) for model in models}), authors()]
-    parts += [part for model in models for part in parts_of(cells, model, arguments.page, chosen[model])]
+    judged = {model: verdicts(cells, model) for model in models}
+    parts = [side_by_side(judged), authors()]
+    parts += [part for model in models for part in parts_of(cells, model, arguments.page, judged[model])]
     text = "\n\n".join(filter(None, parts))
     write_atomically(arguments.page, with_part(arguments.page.read_text("utf-8"), *MARKS, f"\n{text}\n"))
 
@@ -146,7 +145,7 @@ def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
     values = (sides[0] - sides[1] if len(sides) > 1 else sides[0]).dropna()
     mean, count, told = float(values.mean()), len(values), ""
     if count > 1:
-        half = float(stdtrit(count - 1, 0.975)) * float(values.std()) / count**0.5
+        half = half_interval(values)
         told = f", SD {values.std():.4f}, 95 % [{mean - half:.4f}, {mean + half:.4f}]"
     return f"{values.to_string()}\nmean {mean:.4f}{told} over {count} seed{'s' if count > 1 else ''}"
 
@@ -176,16 +175,7 @@ def run_of(cells: pd.DataFrame) -> Run:
     return Run(Path(), planned, configurations, values, experiments=[], tables=[])
 
 
-Rates = dict[tuple[str, str], float | None]  # (dataset, method) -> what the search chose; None: it admits no rate
-
-
-def chosen_rates(cells: pd.DataFrame, model: str) -> Rates:
-    """What the model's searches chose."""
-    searched = cells[(cells["model"] == model) & (cells["queries"] == "train")]
-    return {(one.dataset, one.method): one.rate for one in choose_rates(run_of(searched))} if len(searched) else {}
-
-
-def parts_of(cells: pd.DataFrame, model: str, page: Path, chosen: Rates) -> Iterator[str]:
+def parts_of(cells: pd.DataFrame, model: str, page: Path, judged: Sequence[Verdict]) -> Iterator[str]:
     """All of a model: what was computed, rates, equal displacement, answers, similarities, spreads, verdicts."""
     own = cells[cells["model"] == model]
     searched, tested = own[own["queries"] == "train"], own[own["queries"] != "train"]
@@ -207,7 +197,6 @@ def parts_of(cells: pd.DataFrame, model: str, page: Path, chosen: Rates) -> Iter
     equal = tested[(tested["layer_step_size"] != "") & (tested["perturbation"] == 0)]
     if len(equal):
         yield from equal_length(run_of(equal), model)
-    judged = verdicts(cells, model, chosen)
     if judged:
         rows = [[said(v.claim), v.status, decided_by(v), v.reason, v.corrected] for v in judged]
         title = f"#### Do the papers' claims hold on {model}?"
@@ -301,9 +290,12 @@ class CellEvidence:
         return Sample(seeds, np.array([], int), rows["value"].to_numpy(float)[:, None, None]) if seeds else None
 
 
-def verdicts(cells: pd.DataFrame, model: str, chosen: Rates) -> list[Verdict]:
-    """Those of the papers' claims that the model's cells at the chosen rates can be asked, and what they say."""
-    plain = cells[(cells["model"] == model) & (cells["queries"] != "train") & (cells["others"] == "")]
+def verdicts(cells: pd.DataFrame, model: str) -> list[Verdict]:
+    """Those of the papers' claims that the model's cells at the searched rates can be asked, and what they say."""
+    own = cells[cells["model"] == model]
+    searched = own[own["queries"] == "train"]
+    chosen = {(one.dataset, one.method): one.rate for one in choose_rates(run_of(searched))} if len(searched) else {}
+    plain = own[(own["queries"] != "train") & (own["others"] == "")]
     plain = plain[(plain["perturbation"] == 0) & (plain["layer_step_size"] == "")]
     rates = [chosen.get((row.dataset, row.method)) for row in plain.itertuples()]
     has_rate = [not lr or rate is None or float(lr) == rate for lr, rate in zip(plain["lr"], rates, strict=True)]
@@ -346,7 +338,7 @@ def authors() -> str:
         differences = (values.loc[other] - values.loc[gd]).dropna()
         for dataset, by_seed in differences.groupby("dataset"):
             count, sd = len(by_seed), float(by_seed.std())
-            half = float(stdtrit(count - 1, 0.975)) * sd / count**0.5
+            half = half_interval(by_seed)
             apart = [noise.get((metric, *which, 0.0, dataset, "fp16"), (np.nan,))[0] for which in (gd, other)]
             name = f"{SIMILARITIES[metric]}, {other[0] if other[1] == 'pretrained' else other[1]} - gd, {dataset}"
             mean = float(by_seed.mean())
@@ -362,6 +354,11 @@ def authors() -> str:
         "repeats of one run differ by at most",
     ]
     return lines_of("### What the authors' seeds could decide", heads, rows)
+
+
+def half_interval(values: pd.Series) -> float:
+    """Half the interval of the mean of several seeds' values."""
+    return Part(float(values.var()) / len(values), len(values) - 1).half(LEVEL)
 
 
 def lines_of(title: str, heads: list[str], rows: list[list[str]]) -> str:
