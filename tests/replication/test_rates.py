@@ -9,7 +9,11 @@ import yaml
 from scipy.stats import ttest_1samp
 
 import fairseq_icl as fi
-from examples import findings
+from examples.findings import __main__ as findings
+from examples.findings.cells import cells_of
+from examples.findings.page import authors
+from examples.findings.verdicts import at_rates
+from examples.findings.verdicts import verdicts as verdicts_at
 from fairseq_icl.prompts.encoding import finetuning_sequence
 from fairseq_icl.replication.report.claims import verdicts
 from fairseq_icl.replication.report.displacement import (
@@ -192,6 +196,19 @@ def test_two_methods_with_rates_of_their_own_are_compared(tmp_path):
     own = {said["cell"]["method"]: said["cell"] for said in found.configurations.values()}
     assert (own["gd"]["settings"]["lr"], own["lcgd"]["settings"]["lr"]) == (0.1, 0.3)
     assert own["alpha"]["rates"] == {"gd": 0.1, "lcgd": 0.3}
+    cells = cells_of(found)
+    assert dict(zip(cells["method"], cells["lr"], strict=True)) == {
+        "gd": "0.1",
+        "lcgd": "0.3",
+        "alpha": "gd=0.1,lcgd=0.3",
+    }
+    rates = {("demo_sentiment", "gd"): 0.1, ("demo_sentiment", "lcgd"): 0.3}
+    assert at_rates(cells, rates).all()
+    assert set(cells[at_rates(cells, rates | {("demo_sentiment", "lcgd"): 0.1})]["method"]) == {"gd"}
+    assert not at_rates(cells, {}).any(), "without a searched rate nothing is evidence"
+    names = {verdict.claim.name for verdict in verdicts_at(cells, rates)}
+    assert "alpha_small" in names
+    assert "alpha_small" not in {verdict.claim.name for verdict in verdicts_at(cells, {("demo_sentiment", "gd"): 0.1})}
 
 
 def test_rows_that_are_asked_about_are_no_demonstrations_and_their_likelihood_is_the_training_loss():
@@ -243,7 +260,7 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
     monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
     findings.main()
     lines = page.read_text().splitlines()
-    parts = ["### The papers' claims, model by model", "### What the authors' seeds could decide"]
+    parts = ["### Cells", "### The papers' claims, model by model", "### What the authors' seeds could decide"]
     assert [line for line in lines if line.startswith("### ")] == [*parts, "### demo", "### other"]
     heads = next(index for index, line in enumerate(lines) if line == "|  | demo | other | the authors' runs, 1.3B |")
     row = next(line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line)
@@ -277,7 +294,7 @@ def test_the_rows_behind_a_number_of_the_page_are_told(searched, tmp_path, monke
 
 
 def test_what_the_authors_seeds_could_decide_is_paired_by_seed():
-    (row,) = [line for line in findings.authors().splitlines() if line.startswith("| SimAOU_norm, lcgd - gd, mr |")]
+    (row,) = [line for line in authors().splitlines() if line.startswith("| SimAOU_norm, lcgd - gd, mr |")]
     logs = pd.read_csv(FOLDER / "authors_runs.csv", dtype={"clip_norm": str})
     logs = logs[(logs["dataset"] == "mr") & (logs["metric"] == "sim_aou_norm") & (logs["layer"] == "all")]
     logs = logs[(logs["init"] == "pretrained") & (logs["clip_norm"] == "0") & (logs["precision"] == "fp16")]

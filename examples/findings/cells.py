@@ -1,0 +1,145 @@
+"""docs/findings_cells.csv: one row a cell and metric, what is added to it, and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fairseq_icl.replication.report.effects import LEVEL, Part
+from fairseq_icl.replication.report.run import IDENTITY, Run, load_run
+from fairseq_icl.settings import SETTINGS
+
+CELL = ["model", "dataset", "init", "method", "queries", "limit", "lr", "perturbation", "layer_step_size", "others"]
+"""What tells cells apart, besides seed and permutation; `others`: any further setting that is not at its default."""
+COLUMNS = [*CELL, "seed", "permutation", "metric", "value", "key", "seconds"]
+UNSAID = {*CELL, "seed", "permutation", "num_demonstrations", "layer_step", "gradient_norms", "device", "precision"}
+"""Settings that stand in a column of their own, or change no number of the page."""
+ANSWERS = {"auc": "AUC, macro over classes", "accuracy": "accuracy", "log_likelihood": "log-likelihood of the label"}
+SIMILARITIES = {
+    "sim_aou": "SimAOU",
+    "sim_aou_random_matched": "SimAOU of a random update of that length",
+    "sim_aou_projected": "SimAOU_projected",
+    "sim_aou_norm": "SimAOU_norm",
+    "sim_aou_norm_random_matched": "SimAOU_norm of a random update of that length",
+    "length_ratio_sim_aou": "length ratio, FT / ICL",
+    "sim_am_before": "SimAM before fine-tuning",
+    "sim_am_after": "SimAM after it",
+    "sim_am_delta": "SimAM_delta",
+    "kendall_tokens": "Kendall's tau over training tokens",
+    "rec2ftp": "Rec2FTP",
+    "rpa": "RPA",
+    "alpha": "alpha: SimAM_delta between gd and lcgd",
+}
+METRICS = {
+    *(f"{metric}_{condition}" for metric in ANSWERS for condition in ("zsl", "icl", "ft")),
+    *(f"demonstration_log_likelihood_{condition}" for condition in ("zsl", "ft")),
+    *SIMILARITIES,
+}
+"""What the file has of every cell."""
+
+
+def with_folders(file: Path, folders: Sequence[Path]) -> pd.DataFrame:
+    """The cells of the file and of the folders, which take the place of earlier ones with the same settings."""
+    found = [cells_of(load_run(folder)) for folder in folders]
+    if file.is_file():
+        words = dict.fromkeys(("lr", "layer_step_size", "others"), str)
+        found.append(pd.read_csv(file, keep_default_na=False, dtype=words))
+    cells = pd.concat(found, ignore_index=True)
+    newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
+    cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3])
+    return cells.sort_values(COLUMNS[:-3], ignore_index=True)
+
+
+def cells_of(run: Run) -> pd.DataFrame:
+    """The run's finished cells, means over examples and layers: COLUMNS, one row a cell and metric."""
+    values = run.values[run.values["layer"].isna() & run.values["metric"].isin(METRICS)]
+    values = values.drop_duplicates(["key", "metric"]).dropna(subset="value").round({"value": 6})
+    rows = {}
+    for model, key in values[["model", "key"]].drop_duplicates().itertuples(index=False):
+        settings = {name: known.default for name, known in SETTINGS.items()}
+        settings |= run.configurations[key]["cell"]["settings"]
+        others = {
+            name: value
+            for name, value in settings.items()
+            if name in SETTINGS and name not in UNSAID and value != SETTINGS[name].default
+        }
+        rows[key] = {name: settings[name] for name in ("queries", "limit", "lr", "perturbation", "layer_step_size")}
+        rows[key]["lr"] = written_rates(run.configurations[key]["cell"].get("rates") or {"": settings["lr"]})
+        rows[key] |= {"others": " ".join(f"{name}={value}" for name, value in sorted(others.items()))}
+        rows[key] |= {"seconds": round(run.cell_folder(model, key).seconds(), 1)}
+    said = pd.DataFrame.from_dict(rows, orient="index").rename_axis("key").reset_index()
+    said = said.assign(layer_step_size=said["layer_step_size"].map(_written))
+    return values.assign(model=values["plain_model"]).merge(said, on="key")[COLUMNS]
+
+
+def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
+    """The rows that the words ask for, and what they are on average; of two askings the difference, paired by seed."""
+    sides: list[pd.Series] = []
+    wanted = {"init": "pretrained", "perturbation": "0", "layer_step_size": "", "others": ""}
+    at = words.index("minus") if "minus" in words else len(words)
+    for part in filter(None, (words[:at], words[at + 1 :])):
+        rows = cells
+        for word in part:
+            column, is_column, value = word.partition("=")
+            wanted |= {column: value} if is_column else {"metric": word}
+        for column, value in wanted.items():
+            if column not in rows:
+                raise ValueError(f"the file has no column {column}; it has {', '.join(COLUMNS)}")
+            known = rows[column].astype(str)
+            rows = rows[known == value]
+            if rows.empty:
+                raise ValueError(
+                    f"no cell with {column}={value} is left; there are {', '.join(sorted(known.unique()))}"
+                )
+        differing = [column for column in [*CELL, "metric"] if rows[column].nunique() > 1]
+        if differing:
+            some = ", ".join(
+                f"{column}={{{'|'.join(sorted(map(str, rows[column].unique())))}}}" for column in differing
+            )
+            raise ValueError(f"cells of one kind only are averaged; say {some}")
+        sides.append(rows.set_index(["seed", "permutation"])["value"])
+    values = (sides[0] - sides[1] if len(sides) > 1 else sides[0]).dropna()
+    mean, count, told = float(values.mean()), len(values), ""
+    if count > 1:
+        half = half_interval(values)
+        told = f", SD {values.std():.4f}, 95 % [{mean - half:.4f}, {mean + half:.4f}]"
+    return f"{values.to_string()}\nmean {mean:.4f}{told} over {count} seed{'s' if count > 1 else ''}"
+
+
+def half_interval(values: pd.Series) -> float:
+    """Half the interval of the mean of several seeds' values."""
+    return Part(float(values.var()) / len(values), len(values) - 1).half(LEVEL)
+
+
+def _written(value: Any) -> str:
+    """A number as the file has it; nothing where there is none."""
+    return "" if value is None or pd.isna(value) else f"{float(value):g}"
+
+
+def written_rates(rates: Mapping[str, float | None]) -> str:
+    """The learning rate of a cell's method; gd=0.003,lcgd=0.03 where it compares two that differ in it."""
+    values = dict.fromkeys(map(_written, rates.values()))
+    return ",".join(values if len(values) == 1 else (f"{name}={_written(rate)}" for name, rate in rates.items()))
+
+
+def run_of(cells: pd.DataFrame) -> Run:
+    """The cells as a run that the report's tables and figures can be asked for."""
+    names = {"lr": cells["queries"] == "train", "perturbation": cells["perturbation"] != 0}
+    names["layer_step_size"] = cells["layer_step_size"] != ""
+    words = [
+        [f"{name}={value}" for name, is_said in names.items() for value in [row[name]] if is_said[at]]
+        + row["others"].split()
+        for at, row in cells[[*names, "others"]].iterrows()
+    ]
+    values = cells.assign(variant=[" ".join(said) for said in words], plain_model=cells["model"])
+    values = values.assign(layer=np.nan, low=np.nan, high=np.nan)
+    planned = values[[*IDENTITY, "plain_model", "seed", "permutation", "key"]].drop_duplicates().assign(finished=True)
+    configurations = {}
+    for cell in cells.drop_duplicates("key").to_dict("records"):
+        settings = {name: cell[name] for name in ("queries", "limit", "perturbation", "seed", "permutation", "init")}
+        numbers = {name: pd.to_numeric(cell[name], errors="coerce") for name in ("lr", "layer_step_size")}
+        settings |= {name: None if pd.isna(value) else float(value) for name, value in numbers.items()}
+        configurations[cell["key"]] = {"cell": {"settings": settings, "dataset": cell["dataset"]}}
+    return Run(Path(), planned, configurations, values, experiments=[], tables=[])
