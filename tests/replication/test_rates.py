@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -27,6 +28,8 @@ from fairseq_icl.replication.report.displacement import (
 )
 from fairseq_icl.replication.report.published import FOLDER
 from fairseq_icl.replication.report.rates import (
+    DRAWS,
+    OUTCOMES,
     Choice,
     choose_rates,
     half_decade,
@@ -34,6 +37,7 @@ from fairseq_icl.replication.report.rates import (
     rate_tables,
     write_model_files,
 )
+from fairseq_icl.replication.report.rates import _tried as tried_rate
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.results import read_results
 from tests.commands import run, succeeded
@@ -309,3 +313,24 @@ def test_what_the_authors_seeds_could_decide_is_paired_by_seed():
         "yes" if half < abs(seeds.mean()) else "no",
     ]
     assert [cell.strip() for cell in row.split("|")[2:6]] == told
+
+
+def test_a_rate_where_rounding_is_all_there_is_seldom_passes_and_one_where_seeds_differ_does():
+    def share(seed_sd, rounding_sd, trials=300):
+        generator = np.random.default_rng(0)
+        admitted = 0
+        for _ in range(trials):
+            rows = []
+            for seed in (101, 102, 103):
+                of_seed = generator.normal(size=2) * seed_sd
+                for draw in (0, *DRAWS):
+                    values = of_seed + generator.normal(size=2) * rounding_sd
+                    of_cell = {"seed": seed, "permutation": 0, "draw": draw, "key": f"{seed} {draw}"}
+                    rows += [of_cell | {"metric": name, "value": x} for name, x in zip(OUTCOMES, values, strict=True)]
+            tried = pd.DataFrame({0.01: tried_rate(pd.DataFrame(rows))}).T
+            admitted += bool(Choice("m", "d", "gd", tried).is_admitted(0.01))
+        return admitted / trials
+
+    assert share(0.0, 1.0) < 0.08
+    assert share(1.0, 1.0) < 0.5, "as much by rounding as by seeds is not less"
+    assert share(1.0, 0.05) > 0.95

@@ -2,8 +2,9 @@
 
 A rate is scored by the likelihood of labels that were not trained on, given their inputs (mean over rows and seeds). It
 is admitted only if moving every weight by one unit in the last place changes the outcome less than another draw of
-demonstrations does: otherwise rounding decides what fine-tuning does, and no score means anything; nor is any rate
-above one that is refused. The grid grows by half a decade wherever the best rate is at its edge.
+demonstrations does, beyond what rounding makes seeds differ: otherwise rounding decides what fine-tuning does, and no
+score means anything; nor is any rate above one that is refused. Where rounding is all there is, two SDs of it are
+compared otherwise, and every second rate would pass. The grid grows by half a decade where the best is at its edge.
 """
 
 import math
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -26,6 +28,7 @@ LABELS = "log_likelihood_ft"  # the criterion
 TEXT = "demonstration_log_likelihood_ft"  # the fine-tuning loss (negated), which counts every token
 OUTCOMES = (LABELS, "auc_ft")  # what rounding must not decide
 UNTRIED: dict[str, Any] = {"keys": (), "runs": 0}
+SEEDS = ["seed", "permutation"]
 DRAWS = [1, 2]  # perturbations that a rate is tested with, at every seed
 HEADER = """\
 # Learning rates that experiment=rate_search chose: for every dataset and method the one of its grid after which labels
@@ -42,7 +45,7 @@ class Choice:
     method: str
     tried: pd.DataFrame
     """Index lr, ascending; columns runs, keys, the mean and the SD over seeds of LABELS and TEXT, and of every one of
-    OUTCOMES the SDs by rounding and by seed; NaN where there is none."""
+    OUTCOMES the SDs by rounding and by seed (without what rounding adds to it); NaN where there is none."""
 
     @property
     def complete(self) -> pd.DataFrame:
@@ -119,8 +122,9 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
     moved = cells[cells["draw"] != 0]["key"].nunique()
     for name in OUTCOMES:
         measured = cells[(cells["metric"] == name) & ((cells["draw"] == 0) | (moved >= found["runs"] * len(DRAWS)))]
-        found[f"{name} by rounding"] = pooled(measured, ["seed", "permutation"])
-        found[f"{name} by seed"] = pooled(measured, ["draw"])
+        rounding, means = pooled(measured, SEEDS), measured.groupby(SEEDS)["value"].mean()
+        own = means.var() - rounding**2 / max(1, measured["draw"].nunique())  # the seeds' component of the variance
+        found |= {f"{name} by rounding": rounding, f"{name} by seed": np.sqrt(np.maximum(0.0, own))}
     return found
 
 
@@ -151,11 +155,13 @@ def rate_tables(run: Run) -> list[Table]:
             "Log-likelihood of labels given their inputs, on rows that were not trained on; SD over seeds. The best "
             "admitted rate by it is chosen. Text: of all tokens of the row (the fine-tuning loss, negated), and what "
             "that would have chosen. Rounding: SD of the labels' likelihood with every weight moved by one unit in the "
-            "last place, in several draws; a rate is admitted if this, and that of the AUC, is below the SD over seeds."
+            "last place, in several draws; seeds: SD over seeds beyond that. A rate is admitted if rounding is below "
+            "seeds, for these likelihoods and for the AUC."
         ]
         for choice in own:
             lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
-            for label, (name, best) in {**lines, "rounding": (f"{LABELS} by rounding", None)}.items():
+            lines |= {kind: (f"{LABELS} by {by}", None) for kind, by in (("rounding", "rounding"), ("seeds", "seed"))}
+            for label, (name, best) in lines.items():
                 known: list[Any] = [choice.tried.loc[x] if x in choice.tried.index else UNTRIED for x in rates]
                 numbers = [(number(at.get(name)), number(at.get(f"{name} sd"))) for at in known]
                 entries = [
