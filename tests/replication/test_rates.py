@@ -167,6 +167,7 @@ def test_the_rates_are_half_decades():
         ([-1, -2, -3], {}, 1, 0.3, "at the edge"),
         ([-4, -2, -1, -3], {10: 0.2, 3: 0.01}, 3, None, ""),  # the best one is decided by rounding
         ([-4, -2, -3, -1], {10: 0.2, 3: 0.01}, 3, None, ""),  # nor is any above one that is refused
+        ([-4, -2, -1, -3], {3: 0.2, 10: 0.01}, 10, None, ""),  # but where it is tested itself
         ([-2, -1, float("nan")], {3: 0.01}, 3, None, ""),  # the next one leaves no finite numbers
         ([-2, -1, -3], {1: 0.2, 3: 0.2, 10: 0.2}, None, 0.3, "every rate"),
     ],

@@ -2,9 +2,10 @@
 
 A rate is scored by the likelihood of labels that were not trained on, given their inputs (mean over rows and seeds). It
 is admitted only if moving every weight by one unit in the last place changes the outcome less than another draw of
-demonstrations does, beyond what rounding makes seeds differ: otherwise rounding decides what fine-tuning does, and no
-score means anything; nor is any rate above one that is refused. Where rounding is all there is, two SDs of it are
-compared otherwise, and every second rate would pass. The grid grows by half a decade where the best is at its edge.
+demonstrations does: otherwise rounding decides what fine-tuning does, and no score means anything; nor is any rate
+above one that is refused, unless it was tested itself. What seeds differ by contains rounding, which is taken out:
+where there is nothing else, both are SDs of rounding, and every second rate would pass. The grid grows by half a decade
+wherever the best rate is at its edge.
 """
 
 import math
@@ -61,9 +62,11 @@ class Choice:
 
     @property
     def rate(self) -> float | None:
-        """The best of the rates that are admitted, or not tested, and below all that are not; None if none is left."""
-        refused = [rate for rate in self.tried.index if self.is_admitted(rate) is False]
-        left = self.complete[self.complete.index < min(refused, default=math.inf)]  # longer steps amplify more
+        """The best of the rates that are admitted, or not tested and below all that are not; None if none is left."""
+        tests = {rate: self.is_admitted(rate) for rate in self.tried.index}
+        lowest = min((rate for rate, passed in tests.items() if passed is False), default=math.inf)
+        chosen = [bool(tests[rate]) or rate < lowest for rate in self.complete.index]  # longer steps amplify more
+        left = self.complete[chosen]
         return None if left.empty else float(left[LABELS].astype(float).idxmax())
 
     @property
