@@ -151,7 +151,12 @@ def spreads(rows: pd.DataFrame, by: str, title: str) -> str:
             if not pd.isna(within):
                 draws = f"{measured[by].nunique()} draws, {measured['seed'].nunique()} seeds"
                 lines.append([f"{name}, {named}", f"{within:.3f}", "–" if pd.isna(over) else f"{over:.3f}", draws])
-    heads = ["", f"SD by {'rounding' if by == 'perturbation' else 'order'}", "SD by seed", "of"]
+    heads = [
+        "",
+        f"SD by {'rounding' if by == 'perturbation' else 'order'}",
+        "SD by seed (with rounding)" if by == "perturbation" else "SD by seed",
+        "of",
+    ]
     return lines_of(title, heads, lines) if lines else ""
 
 
