@@ -147,11 +147,6 @@ class Shallow(StateEdit):
             x = step.moved(x, number)
         return total
 
-    def matrix(self, number: int) -> Tensor:
-        """W of f(x) = W x, (d, d), of a linear function in one piece: the primal form."""
-        (step,) = self.steps
-        return self.value(number, torch.eye(step.inputs.size(2)).to(step.inputs)).T
-
 
 class Examples(NamedTuple):
     """What the demonstrations show, each read alone, in the layers that learn."""

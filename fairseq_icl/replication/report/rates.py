@@ -3,9 +3,8 @@
 A rate is scored by the likelihood of labels that were not trained on, given their inputs (mean over rows and seeds). It
 is admitted only if moving every weight by one unit in the last place changes the outcome less than another draw of
 demonstrations does: otherwise rounding decides what fine-tuning does, and no score means anything; nor is any rate
-above one that is refused, unless it was tested itself. What seeds differ by contains rounding, which is taken out:
-where there is nothing else, both are SDs of rounding, and every second rate would pass. The grid grows by half a decade
-wherever the best rate is at its edge.
+above one that is refused, unless it was tested itself. What seeds differ by contains rounding, which is taken out: or,
+where there is nothing else, every second rate would pass. The grid grows by half a decade where the best is at an edge.
 """
 
 import math
@@ -65,8 +64,7 @@ class Choice:
         """The best of the rates that are admitted, or not tested and below all that are not; None if none is left."""
         tests = {rate: self.is_admitted(rate) for rate in self.tried.index}
         lowest = min((rate for rate, passed in tests.items() if passed is False), default=math.inf)
-        chosen = [bool(tests[rate]) or rate < lowest for rate in self.complete.index]  # longer steps amplify more
-        left = self.complete[chosen]
+        left = self.complete[[bool(tests[x]) or x < lowest for x in self.complete.index]]  # longer steps amplify more
         return None if left.empty else float(left[LABELS].astype(float).idxmax())
 
     @property
@@ -132,15 +130,13 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
 
 
 def next_steps(run: Run, keys: Collection[str]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(dataset, method, vary) of what the search still has to try: rates beyond an edge, or the best one perturbed.
-
-    Without several seeds there is no spread to compare that of rounding with, and it is not tested.
-    """
+    """(dataset, method, vary) of what the search still has to try: rates beyond an edge, or the best one perturbed."""
     steps: list[tuple[str, str, dict[str, Any]]] = []
     for choice in choose_rates(run, keys):
         if choice.beyond is not None:
             steps.append((choice.dataset, choice.method, {"lr": [choice.beyond]}))
         elif choice.problem and choice.rate is not None and choice.tried.loc[choice.rate, "runs"] > 1:
+            # Of one seed there is no spread to compare that of rounding with.
             steps.append((choice.dataset, choice.method, {"lr": [choice.rate], "perturbation": DRAWS}))
     return steps
 
@@ -163,7 +159,7 @@ def rate_tables(run: Run) -> list[Table]:
         ]
         for choice in own:
             lines = {"labels": (LABELS, choice.rate), "text": (TEXT, choice.by_text)}
-            lines |= {kind: (f"{LABELS} by {by}", None) for kind, by in (("rounding", "rounding"), ("seeds", "seed"))}
+            lines |= {"rounding": (f"{LABELS} by rounding", None), "seeds": (f"{LABELS} by seed", None)}
             for label, (name, best) in lines.items():
                 known: list[Any] = [choice.tried.loc[x] if x in choice.tried.index else UNTRIED for x in rates]
                 numbers = [(number(at.get(name)), number(at.get(f"{name} sd"))) for at in known]
