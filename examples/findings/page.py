@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 
 from examples.findings.cells import ANSWERS, SIMILARITIES, half_interval, run_of
-from examples.findings.verdicts import at_rates, papers_rates, searched_rates, verdicts
+from examples.findings.verdicts import at_equal_length, at_rates, papers_rates, searched_rates, verdicts
 from fairseq_icl.replication.report.claims import NO_DATA, Verdict, authors_verdicts
-from fairseq_icl.replication.report.claims import verdicts as verdicts_of
 from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
 from fairseq_icl.replication.report.experiments import pooled
 from fairseq_icl.replication.report.plotting import drawings
@@ -24,7 +23,8 @@ from fairseq_icl.replication.report.text import decided_by, effect_text, file_na
 def all_of(cells: pd.DataFrame, page: Path) -> Iterator[str]:
     """Models side by side, what the authors could decide, then everything of each model."""
     models = {str(model): own for model, own in cells.groupby("model", sort=False)}
-    judged = {model: verdicts(own, searched_rates(own)) for model, own in models.items()}
+    searched = {model: at_equal_length(run_of(own[own["queries"] == "train"]), model) for model, own in models.items()}
+    judged = {model: verdicts(own, searched_rates(own), searched[model]) for model, own in models.items()}
     at_papers = {f"{model}, the papers' rates": verdicts(own, papers_rates(own)) for model, own in models.items()}
     yield counts(cells)
     yield side_by_side(judged | {name: found for name, found in at_papers.items() if found})
@@ -86,8 +86,9 @@ def parts_of(own: pd.DataFrame, model: str, page: Path, judged: Sequence[Verdict
 def equal_length(run: Run, model: str) -> Iterator[str]:
     """Methods where they move the model equally far, and whether the two of the second paper differ there."""
     yield from (f"#{markdown(table)}" for table in displacement_tables(run))
-    found = next(v for v in verdicts_of(run, model) if v.claim.name == "lcgd_sim_aou_equal_length")
-    yield f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason})."
+    found = at_equal_length(run, model)
+    if found is not None:
+        yield f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason})."
 
 
 def figures(charts: Sequence[Any], page: Path) -> Iterator[str]:

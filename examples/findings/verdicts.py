@@ -8,11 +8,14 @@ import pandas as pd
 from examples.findings.cells import run_of, written_rates
 from fairseq_icl.prompts.catalogue import dataset_names, load_spec
 from fairseq_icl.replication.report.claims import NO_DATA, Verdict, corrected, judge
+from fairseq_icl.replication.report.claims import verdicts as run_verdicts
 from fairseq_icl.replication.report.effects import Sample
 from fairseq_icl.replication.report.published import Term, claims, inits_of
 from fairseq_icl.replication.report.rates import choose_rates
+from fairseq_icl.replication.report.run import Run
 from fairseq_icl.training.methods import get_method
 
+EQUAL_LENGTH = "lcgd_sim_aou_equal_length"
 Rates = dict[tuple[str, str], float]  # of a dataset and method
 
 
@@ -59,8 +62,19 @@ def at_rates(cells: pd.DataFrame, rates: Rates) -> pd.Series:
     return pd.Series(at_them, index=cells.index, dtype=bool)
 
 
-def verdicts(cells: pd.DataFrame, rates: Rates) -> list[Verdict]:
-    """Those of the papers' claims that one model's cells at these rates can be asked, and what they say."""
+def at_equal_length(run: Run, model: str) -> Verdict | None:
+    """Whether layer-causal descent is the closer one where both methods move the model as far as ICL does."""
+    found = run_verdicts(run, model) if len(run.values) else []
+    return next((verdict for verdict in found if verdict.claim.name == EQUAL_LENGTH), None)
+
+
+def verdicts(cells: pd.DataFrame, rates: Rates, equal: Verdict | None = None) -> list[Verdict]:
+    """Those of the papers' claims that one model's cells at these rates can be asked, and what they say.
+
+    One claim is of many rates: `equal` is what they say of it.
+    """
     plain = cells[(cells["queries"] != "train") & (cells["others"] == "") & at_rates(cells, rates)]
     evidence = CellEvidence(plain[(plain["perturbation"] == 0) & (plain["layer_step_size"] == "")])
-    return [found for found in corrected([judge(claim, evidence) for claim in claims()]) if found.status != NO_DATA]
+    found = [judge(claim, evidence) for claim in claims() if claim.name != EQUAL_LENGTH]
+    found += [] if equal is None else [equal]
+    return [verdict for verdict in corrected(found) if verdict.status != NO_DATA]
