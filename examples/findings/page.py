@@ -36,8 +36,7 @@ def all_of(cells: pd.DataFrame, page: Path) -> Iterator[str]:
 def counts(cells: pd.DataFrame) -> str:
     """How many cells there are of what, and how long they took: a column a model and dataset."""
     each = cells.drop_duplicates("key")
-    trained = each["method"] + _after(", ", each["init"].where(each["init"] != "pretrained", ""))
-    purpose = trained.copy()
+    purpose = trained = each["method"] + _after(", ", each["init"].where(each["init"] != "pretrained", ""))
     kinds = {
         "the papers' rates": at_rates(each, papers_rates(each)),
         "equal steps": each["layer_step_size"] != "",
@@ -57,16 +56,9 @@ def counts(cells: pd.DataFrame) -> str:
 
 
 def parts_of(own: pd.DataFrame, model: str, page: Path, judged: Sequence[Verdict]) -> Iterator[str]:
-    """All of a model: what was computed, rates, equal displacement, answers, similarities, spreads, verdicts."""
+    """All of a model: rates, equal displacement, answers, similarities, spreads, verdicts."""
     searched, tested = own[own["queries"] == "train"], own[own["queries"] != "train"]
     yield f"### {model}"
-    for part, rows in (("of searches of rates", searched), ("on the validation split", tested)):
-        each = rows.drop_duplicates("key")
-        counts = each.groupby(["dataset", "method"], sort=False).size()
-        told = ", ".join(f"{dataset} {method} {count}" for (dataset, method), count in counts.items())
-        if len(each):
-            minutes = each["seconds"].sum() / 60
-            yield f"{len(each)} cells {part} ({told}), {minutes:.0f} minutes without shared observations."
     if len(searched):
         run = run_of(searched)
         yield from (f"#{markdown(table)}" for table in rate_tables(run))

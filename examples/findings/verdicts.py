@@ -1,4 +1,4 @@
-"""The papers' claims asked of the cells of a model, and what the authors' seeds could decide."""
+"""The papers' claims, asked of the cells of a model at its searched rates or at the papers'."""
 
 from collections.abc import Sequence
 
