@@ -65,7 +65,7 @@ def cells_of(run: Run) -> pd.DataFrame:
             for name, value in settings.items()
             if name in SETTINGS and name not in UNSAID and value != SETTINGS[name].default
         }
-        rows[key] = {name: settings[name] for name in ("queries", "limit", "lr", "perturbation", "layer_step_size")}
+        rows[key] = {name: settings[name] for name in ("queries", "limit", "perturbation", "layer_step_size")}
         rows[key]["lr"] = written_rates(run.configurations[key]["cell"].get("rates") or {"": settings["lr"]})
         rows[key] |= {"others": " ".join(f"{name}={value}" for name, value in sorted(others.items()))}
         rows[key] |= {"seconds": round(run.cell_folder(model, key).seconds(), 1)}
