@@ -12,7 +12,7 @@ from examples.findings.cells import ANSWERS, SIMILARITIES, half_interval, run_of
 from examples.findings.verdicts import at_equal_length, at_rates, papers_rates, searched_rates, verdicts
 from fairseq_icl.replication.report.claims import NO_DATA, Verdict, authors_verdicts
 from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
-from fairseq_icl.replication.report.experiments import pooled
+from fairseq_icl.replication.report.experiments import spreads
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import Claim, authors_noise, authors_runs
 from fairseq_icl.replication.report.rates import rate_figures, rate_tables
@@ -97,13 +97,20 @@ def tested_tables(rows: pd.DataFrame, title: str) -> Iterator[str]:
     for others, group in plain.groupby("others", sort=False):
         column = group["method"] + _after(", ", group["init"].where(group["init"] != "pretrained", ""))
         column += _after(", lr ", group["lr"])
-        group = group.assign(column=column)
+        seeds = group["seed"].groupby(column).transform("nunique").map(seeds_said)
+        alike = seeds.nunique() == 1
+        group = group.assign(column=column if alike else column + " (" + seeds + ")")
         named = {f"{m}_{c}": f"{title}, {c.upper()}" for m, title in ANSWERS.items() for c in ("zsl", "icl", "ft")}
-        seeds = group["seed"].nunique()
-        words = [f"{seeds} seeds", *([others] if others else [])]
+        words = [seeds.iloc[0] if alike else "seeds differ", *([others] if others else [])]
         yield table(f"#### {title} ({', '.join(words)})", group, named | SIMILARITIES)
-    yield spreads(rows, "perturbation", f"#### {title}: how much is rounding")
-    yield spreads(rows[rows["others"].str.contains("order=")], "permutation", f"#### {title}: how much is the order")
+    yield spread_table(rows, "perturbation", f"#### {title}: how much is rounding")
+    orders = rows[rows["others"].str.contains("order=")]
+    yield spread_table(orders, "permutation", f"#### {title}: how much is the order")
+
+
+def seeds_said(count: int) -> str:
+    """So many seeds, in words."""
+    return f"{count} seed{'' if count == 1 else 's'}"
 
 
 def _after(before: str, words: pd.Series) -> pd.Series:
@@ -128,8 +135,8 @@ def number(values: pd.Series) -> str:
     return f"{values.mean():.3f}" + (f" ± {values.std():.3f}" if len(values) > 1 else "")
 
 
-def spreads(rows: pd.DataFrame, by: str, title: str) -> str:
-    """SD over draws of `by` (perturbation or permutation) at one seed, beside that over seeds at one draw."""
+def spread_table(rows: pd.DataFrame, by: str, title: str) -> str:
+    """SD over draws of `by` (perturbation or permutation) at one seed, beside that over seeds without draws' part."""
     shown = {"auc_icl": "AUC, ICL", "auc_ft": "AUC, FT", "rpa": "RPA"}
     shown |= {name: SIMILARITIES[name] for name in ("sim_aou", "sim_aou_norm", "sim_am_delta")}
     place = ["method", "init", "lr", "layer_step_size", "others"]
@@ -140,16 +147,12 @@ def spreads(rows: pd.DataFrame, by: str, title: str) -> str:
         named = ", ".join([method, *[init] * (init != "pretrained"), f"lr {lr}"])
         for metric, name in shown.items():
             measured = group[group["metric"] == metric]
-            within, over = pooled(measured, ["seed", other]), pooled(measured, [by])
+            measured = measured[measured.groupby("seed")[by].transform("nunique") > 1]  # not those of one draw alone
+            within, over = spreads(measured, ["seed", other])
             if not pd.isna(within):
-                draws = f"{measured[by].nunique()} draws, {measured['seed'].nunique()} seeds"
+                draws = f"{measured[by].nunique()} draws, {seeds_said(measured['seed'].nunique())}"
                 lines.append([f"{name}, {named}", f"{within:.3f}", "–" if pd.isna(over) else f"{over:.3f}", draws])
-    heads = [
-        "",
-        f"SD by {'rounding' if by == 'perturbation' else 'order'}",
-        "SD by seed (with rounding)" if by == "perturbation" else "SD by seed",
-        "of",
-    ]
+    heads = ["", f"SD by {'rounding' if by == 'perturbation' else 'order'}", "SD by seed beyond that", "of"]
     return lines_of(title, heads, lines) if lines else ""
 
 

@@ -261,12 +261,17 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
     findings.main()
     assert page.read_text() == first, "without folders it is the same page"
     others = [cells.assign(model="other"), cells.assign(model="other", queries="validation", key=cells["key"] + "v")]
+    more = others[1][(others[1]["method"] == "gd") & (others[1]["seed"] == others[1]["seed"].min())]
+    others.append(more.assign(seed=999, key=more["key"] + "m"))
     page.with_name("findings_cells.csv").write_text(pd.concat(others).to_csv(index=False))
     monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
     findings.main()
     lines = page.read_text().splitlines()
     parts = ["### Cells", "### The papers' claims, model by model", "### What the authors' seeds could decide"]
     assert [line for line in lines if line.startswith("### ")] == [*parts, "### demo", "### other"]
+    title = lines.index("#### other, demo_sentiment (seeds differ)")
+    counts = re.findall(r"(gd|lcgd), lr [^ ]+ \((\d seeds)\)", lines[title + 2])
+    assert set(counts) == {("gd", "3 seeds"), ("lcgd", "2 seeds")}
     heads = next(index for index, line in enumerate(lines) if line == "|  | demo | other | the authors' runs, 1.3B |")
     row = next(line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line)
     assert re.fullmatch(r"\| .* \| – \| \w[^|]*: [+-]\d[^|]* on demo_sentiment \| \w[^|]*: [^|]* \|", row)

@@ -12,7 +12,7 @@ from torch import nn
 from fairseq_icl.criterions.icl_similarity import summary
 from fairseq_icl.models.pretrained_lm import perturb
 from fairseq_icl.replication.report import Contents, html, markdown_page
-from fairseq_icl.replication.report.experiments import stability_tables
+from fairseq_icl.replication.report.experiments import spreads, stability_tables
 from fairseq_icl.replication.report.run import load_run
 from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
 from fairseq_icl.replication.report.text import markdown, plain
@@ -56,15 +56,26 @@ def spread(world: World, tmp_path_factory: pytest.TempPathFactory):
 
 def test_the_table_has_three_spreads(spread):
     (table,) = stability_tables(spread)
-    assert table.columns == ("mean", "SD over perturbations", "SD over seeds", "half width of the interval")
+    assert table.columns == ("mean", "SD over perturbations", "SD over seeds beyond that", "half width of the interval")
     entries = dict(table.rows)["toy: sim_aou"]
     chosen = spread.values[(spread.values["metric"] == "sim_aou") & spread.values["layer"].isna()]
     assert len(chosen) == 6
     assert entries[0].mean == pytest.approx(chosen["value"].mean())
     by_seed = [np.var(group["value"], ddof=1) for _, group in chosen.groupby("seed")]
     assert entries[1].mean == pytest.approx(np.sqrt(np.mean(by_seed)), rel=1e-6)
+    of_means = np.var([group["value"].mean() for _, group in chosen.groupby("seed")], ddof=1)
+    assert entries[2].mean == pytest.approx(np.sqrt(of_means - np.mean(by_seed) / 3), rel=1e-6)
     assert entries[3].mean == pytest.approx(((chosen["high"] - chosen["low"]) / 2).mean())
     assert 0 < entries[1].mean < entries[2].mean
+
+
+def test_seeds_are_not_given_the_spread_of_rounding():
+    rng = np.random.default_rng(0)
+    drawn = pd.DataFrame([(seed, draw) for seed in range(400) for draw in range(3)], columns=["seed", "draw"])
+    own = rng.normal(0, 2, 400)[drawn["seed"]]
+    for sd in (0.0, 2.0):
+        values = drawn.assign(value=own * sd / 2 + rng.normal(0, 1, len(drawn)))
+        assert spreads(values, ["seed"]) == pytest.approx((1, sd), abs=0.25)
 
 
 def test_a_spread_beyond_the_interval_is_said(spread):

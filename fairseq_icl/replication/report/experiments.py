@@ -166,7 +166,7 @@ def accuracy_by_order(run: Run, model: str) -> Iterator[Chart]:
     yield Chart(f"order_{model}", "Accuracy in every order of the demonstrations", caption, panels, *axes)
 
 
-SPREAD_COLUMNS = ("mean", "SD over perturbations", "SD over seeds", "half width of the interval")
+SPREAD_COLUMNS = ("mean", "SD over perturbations", "SD over seeds beyond that", "half width of the interval")
 
 
 @needs(differing=["perturbation"])
@@ -185,21 +185,24 @@ def stability_tables(run: Run) -> list[Table]:
             for metric in (metric for metric in METRICS if metric in set(cells["metric"])):
                 measured = cells[cells["metric"] == metric]
                 half = ((measured["high"] - measured["low"]) / 2).mean()
-                spread, of_seeds = pooled(measured, ["seed", "permutation"]), pooled(measured, ["draw"])
+                spread, of_seeds = spreads(measured, ["seed", "permutation"])
                 numbers = (measured["value"].mean(), spread, of_seeds, half)
                 rows.append((f"{dataset}: {metric}", entries_of(numbers, tuple(measured["key"]), shown_as(metric)[2])))
                 wide += [f"{dataset}: {metric}"] * bool(spread > half)
         title = f"Numerical spread of {method} on {model}, {init}: every weight moved by one unit in the last place"
-        notes = ["Shares in percent. SDs over perturbations at one seed, and over seeds at one perturbation."]
+        notes = ["Shares in percent. SDs over perturbations at one seed, and over seeds without what those add."]
         notes += [f"The numerical spread exceeds the examples' interval in: {', '.join(wide)}."] * bool(wide)
         name = f"stability_{model}_{init}_{method}"
         tables.append(Table(name, title, SPREAD_COLUMNS, tuple(rows), 4, notes=tuple(notes)))
     return tables
 
 
-def pooled(measured: pd.DataFrame, by: list[str]) -> float:
-    """The SD within the groups, pooled over them; NaN if no group has two values."""
-    return float(np.sqrt(measured.groupby(by)["value"].var().mean()))
+def spreads(measured: pd.DataFrame, by: list[str]) -> tuple[float, float]:
+    """The SD within the groups, pooled, and that of the groups themselves without what the first adds to it."""
+    groups = measured.groupby(by)["value"]
+    within = groups.var().mean()
+    own = groups.mean().var() - within * (1 / groups.count()).mean()
+    return float(np.sqrt(within)), float(np.sqrt(np.maximum(0.0, own)))
 
 
 STEPS = {"loss_bits": "loss (bits a token, layers added)", "sample_size": "tokens", "gradient_norm": "gradient norm"}

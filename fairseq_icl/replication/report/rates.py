@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
 
 from fairseq_icl.files import write_atomically
 from fairseq_icl.replication.report.charts import Chart, Panel, Series
-from fairseq_icl.replication.report.experiments import pooled
+from fairseq_icl.replication.report.experiments import spreads
 from fairseq_icl.replication.report.run import Run, needs
 from fairseq_icl.replication.report.tables import Entry, Table, number
 
@@ -123,9 +122,7 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
     moved = cells[cells["draw"] != 0]["key"].nunique()
     for name in OUTCOMES:
         measured = cells[(cells["metric"] == name) & ((cells["draw"] == 0) | (moved >= found["runs"] * len(DRAWS)))]
-        rounding, means = pooled(measured, SEEDS), measured.groupby(SEEDS)["value"].mean()
-        own = means.var() - rounding**2 / max(1, measured["draw"].nunique())  # the seeds' component of the variance
-        found |= {f"{name} by rounding": rounding, f"{name} by seed": np.sqrt(np.maximum(0.0, own))}
+        found |= dict(zip((f"{name} by rounding", f"{name} by seed"), spreads(measured, SEEDS), strict=True))
     return found
 
 
