@@ -14,6 +14,8 @@ from fairseq_icl.settings import SETTINGS
 CELL = ["model", "dataset", "init", "method", "queries", "limit", "lr", "perturbation", "layer_step_size", "others"]
 """What tells cells apart, besides seed and permutation; `others`: any further setting that is not at its default."""
 COLUMNS = [*CELL, "seed", "permutation", "metric", "value", "key", "seconds"]
+PLAIN = {"init": "pretrained", "perturbation": "0", "layer_step_size": "", "others": ""}
+"""What is meant where nothing is said."""
 UNSAID = {*CELL, "seed", "permutation", "num_demonstrations", "layer_step", "gradient_norms", "device", "precision"}
 """Settings that stand in a column of their own, or change no number of the page."""
 ANSWERS = {"auc": "AUC, macro over classes", "accuracy": "accuracy", "log_likelihood": "log-likelihood of the label"}
@@ -32,12 +34,19 @@ SIMILARITIES = {
     "rpa": "RPA",
     "alpha": "alpha: SimAM_delta between gd and lcgd",
 }
+SHARES = (*ANSWERS, "rec2ftp", "rpa")  # from 0 to 1; similarities are from -1
+UNLIMITED = ("log_likelihood", "demonstration_log_likelihood", "length_ratio")
 METRICS = {
     *(f"{metric}_{condition}" for metric in ANSWERS for condition in ("zsl", "icl", "ft")),
     *(f"demonstration_log_likelihood_{condition}" for condition in ("zsl", "ft")),
     *SIMILARITIES,
 }
 """What the file has of every cell."""
+
+
+def cells_file(page: Path) -> Path:
+    """The file that a page is made of."""
+    return page.with_name(f"{page.stem}_cells.csv")
 
 
 def with_folders(file: Path, folders: Sequence[Path]) -> pd.DataFrame:
@@ -76,36 +85,60 @@ def cells_of(run: Run) -> pd.DataFrame:
 
 def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
     """The rows that the words ask for, and what they are on average; of two askings the difference, paired by seed."""
-    sides: list[pd.Series] = []
-    wanted = {"init": "pretrained", "perturbation": "0", "layer_step_size": "", "others": ""}
-    at = words.index("minus") if "minus" in words else len(words)
-    for part in filter(None, (words[:at], words[at + 1 :])):
-        rows = cells
-        for word in part:
-            column, is_column, value = word.partition("=")
-            wanted |= {column: value} if is_column else {"metric": word}
-        for column, value in wanted.items():
-            if column not in rows:
-                raise ValueError(f"the file has no column {column}; it has {', '.join(COLUMNS)}")
-            known = rows[column].astype(str)
-            rows = rows[known == value]
-            if rows.empty:
-                raise ValueError(
-                    f"no cell with {column}={value} is left; there are {', '.join(sorted(known.unique()))}"
-                )
-        differing = [column for column in [*CELL, "metric"] if rows[column].nunique() > 1]
-        if differing:
-            some = ", ".join(
-                f"{column}={{{'|'.join(sorted(map(str, rows[column].unique())))}}}" for column in differing
-            )
-            raise ValueError(f"cells of one kind only are averaged; say {some}")
-        sides.append(rows.set_index(["seed", "permutation"])["value"])
-    values = (sides[0] - sides[1] if len(sides) > 1 else sides[0]).dropna()
+    values = values_of(cells, words)
     mean, count, told = float(values.mean()), len(values), ""
     if count > 1:
-        half = half_interval(values)
-        told = f", SD {values.std():.4f}, 95 % [{mean - half:.4f}, {mean + half:.4f}]"
-    return f"{values.to_string()}\nmean {mean:.4f}{told} over {count} seed{'s' if count > 1 else ''}"
+        low, high = interval_of(cells, words)
+        told = f", SD {values.std():.4f}, 95 % [{low:.4f}, {high:.4f}]"
+    drawn = "permutation" if values.index.unique("seed").size < count else "seed"
+    return f"{values.to_string()}\nmean {mean:.4f}{told} over {count} {drawn}{'s' if count > 1 else ''}"
+
+
+def interval_of(cells: pd.DataFrame, words: Sequence[str]) -> tuple[float, float]:
+    """Student's interval of the mean over seeds, within what there can be; ValueError if there is one seed alone."""
+    values = values_of(cells, words)
+    metric = wanted_by([word for word in words if word != "minus"])["metric"]
+    if len(values) < 2:
+        raise ValueError("one seed has no interval")
+    low, high = (0.0 if metric.startswith(SHARES) else -1.0), 1.0
+    if metric.startswith(UNLIMITED):
+        low, high = -np.inf, np.inf
+    elif "minus" in words:
+        low, high = low - high, high - low
+    mean, half = float(values.mean()), half_interval(values)
+    return max(mean - half, low), min(mean + half, high)
+
+
+def values_of(cells: pd.DataFrame, words: Sequence[str]) -> pd.Series:
+    """The value of every seed and permutation; after `minus` stand the words in which what is taken away differs."""
+    at = words.index("minus") if "minus" in words else len(words)
+    wanted = PLAIN | wanted_by(words[:at])
+    sides = [rows_of(cells, wanted), *(rows_of(cells, wanted | wanted_by(words[at + 1 :])) for _ in words[at:][:1])]
+    values = [rows.set_index(["seed", "permutation"])["value"] for rows in sides]
+    return (values[0] - values[1] if len(values) > 1 else values[0]).dropna()
+
+
+def wanted_by(words: Sequence[str]) -> dict[str, str]:
+    """COLUMN=VALUE and names of metrics as the columns' values."""
+    parts = (word.partition("=") for word in words)
+    return dict((name, value) if is_column else ("metric", name) for name, is_column, value in parts)
+
+
+def rows_of(cells: pd.DataFrame, wanted: Mapping[str, str], may_differ: Sequence[str] = ()) -> pd.DataFrame:
+    """The rows with these columns; ValueError if there are none, or of several kinds (but for what may differ)."""
+    rows = cells
+    for column, value in wanted.items():
+        if column not in rows:
+            raise ValueError(f"the file has no column {column}; it has {', '.join(COLUMNS)}")
+        known = rows[column].astype(str)
+        rows = rows[known == value]
+        if rows.empty:
+            raise ValueError(f"no cell with {column}={value} is left; there are {', '.join(sorted(known.unique()))}")
+    kinds = [column for column in [*CELL, "metric"] if rows[column].nunique() > 1 and column not in may_differ]
+    if kinds:
+        some = ", ".join(f"{column}={{{'|'.join(sorted(map(str, rows[column].unique())))}}}" for column in kinds)
+        raise ValueError(f"cells of one kind only are averaged; say {some}")
+    return rows
 
 
 def half_interval(values: pd.Series) -> float:

@@ -78,9 +78,10 @@ def parts_of(own: pd.DataFrame, model: str, page: Path, judged: Sequence[Verdict
 def equal_length(run: Run, model: str) -> Iterator[str]:
     """Methods where they move the model equally far, and whether the two of the second paper differ there."""
     yield from (f"#{markdown(table)}" for table in displacement_tables(run))
-    found = at_equal_length(run, model)
-    if found is not None:
-        yield f"`{found.claim.name}`: {found.status}, {effect_text(found.average)} ({found.reason})."
+    lines = [
+        f"- `{v.claim.name}`: {v.status}, {effect_text(v.average)} ({v.reason})." for v in at_equal_length(run, model)
+    ]
+    yield "\n".join(lines)
 
 
 def figures(charts: Sequence[Any], page: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ from fairseq_icl.replication.report.rates import choose_rates
 from fairseq_icl.replication.report.run import Run
 from fairseq_icl.training.methods import get_method
 
-EQUAL_LENGTH = "lcgd_sim_aou_equal_length"
+EQUAL_LENGTH = "_equal_length"  # how the names of claims end that are of many rates
 Rates = dict[tuple[str, str], float]  # of a dataset and method
 
 
@@ -62,19 +62,18 @@ def at_rates(cells: pd.DataFrame, rates: Rates) -> pd.Series:
     return pd.Series(at_them, index=cells.index, dtype=bool)
 
 
-def at_equal_length(run: Run, model: str) -> Verdict | None:
+def at_equal_length(run: Run, model: str) -> list[Verdict]:
     """Whether layer-causal descent is the closer one where both methods move the model as far as ICL does."""
     found = run_verdicts(run, model) if len(run.values) else []
-    return next((verdict for verdict in found if verdict.claim.name == EQUAL_LENGTH), None)
+    return [v for v in found if v.claim.name.endswith(EQUAL_LENGTH) and v.status != NO_DATA]
 
 
-def verdicts(cells: pd.DataFrame, rates: Rates, equal: Verdict | None = None) -> list[Verdict]:
+def verdicts(cells: pd.DataFrame, rates: Rates, equal: Sequence[Verdict] = ()) -> list[Verdict]:
     """Those of the papers' claims that one model's cells at these rates can be asked, and what they say.
 
-    One claim is of many rates: `equal` is what they say of it.
+    Some claims are of many rates: `equal` is what is said of these.
     """
     plain = cells[(cells["queries"] != "train") & (cells["others"] == "") & at_rates(cells, rates)]
     evidence = CellEvidence(plain[(plain["perturbation"] == 0) & (plain["layer_step_size"] == "")])
-    found = [judge(claim, evidence) for claim in claims() if claim.name != EQUAL_LENGTH]
-    found += [] if equal is None else [equal]
-    return [verdict for verdict in corrected(found) if verdict.status != NO_DATA]
+    found = [judge(claim, evidence) for claim in claims() if not claim.name.endswith(EQUAL_LENGTH)]
+    return [verdict for verdict in corrected([*found, *equal]) if verdict.status != NO_DATA]

@@ -191,9 +191,10 @@ def test_all_claims_together_are_held_to_more(outcomes):
 def test_one_sentence_answers(outcomes):
     text = summary("1.3b", list(outcomes[FAILS].values()))
     assert text.startswith(
-        f"On 1.3b, of the papers' {len(NAMES)} claims 1 hold, 21 do not hold, 0 are open, and 0 could"
+        f"On 1.3b, of the papers' {len(NAMES)} claims 1 hold, {len(NAMES) - 1} do not hold, 0 are open, and 0 could"
     )
-    assert "22 are open (4 for want of a clear effect, 18 for want of seeds)," in summary("x", outcomes[OPEN].values())
+    told = f"{len(NAMES)} are open ({len(NAMES) - 18} for want of a clear effect, 18 for want of seeds),"
+    assert told in summary("x", outcomes[OPEN].values())
 
 
 def test_a_seed_whose_quotient_has_no_value_says_nothing():

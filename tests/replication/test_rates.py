@@ -1,6 +1,7 @@
 """experiment=rate_search: which rate is chosen, where it is written, and that a run takes it from there."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,8 +12,9 @@ from scipy.stats import ttest_1samp
 
 import fairseq_icl as fi
 from examples.findings import __main__ as findings
-from examples.findings.cells import cells_of
+from examples.findings.cells import cells_file, cells_of, with_folders
 from examples.findings.page import authors
+from examples.findings.prose import filled
 from examples.findings.verdicts import at_rates
 from examples.findings.verdicts import verdicts as verdicts_at
 from fairseq_icl.prompts.encoding import finetuning_sequence
@@ -116,19 +118,20 @@ def test_methods_are_compared_where_they_move_the_model_as_far_as_icl_does(searc
         series = next(series for series in chart.panels[0].series if series.label == choice.method)
         assert list(series.x) == sorted(series.x)  # a higher rate goes further
         assert len(series.x) == len(choice.tried)
-    verdict = next(v for v in verdicts(found, "demo") if v.claim.name == "lcgd_sim_aou_equal_length")
-    both = equal.pivot_table(index="seed", columns="method", values="sim_aou").dropna()
-    assert len(both) == 2
-    assert verdict.average.value == pytest.approx((both["lcgd"] - both["gd"]).mean())
+    judged = {verdict.claim.name: verdict for verdict in verdicts(found, "demo")}
+    for metric in ("sim_aou", "sim_aou_projected"):
+        both = equal.pivot_table(index="seed", columns="method", values=metric).dropna()
+        assert len(both) == 2
+        assert judged[f"lcgd_{metric}_equal_length"].average.value == pytest.approx((both["lcgd"] - both["gd"]).mean())
 
 
 def test_the_value_at_equal_length_lies_between_the_rates_on_either_side():
     sizes, ratios = (0.01, 0.1, 1.0), (0.1, 0.5, 2.0)
     rows = [
-        ("d", "pretrained", "gd", "lr", 1, 0, *point, 0.2, 0.1)
+        ("d", "pretrained", "gd", "lr", 1, 0, *point, 0.3, 0.2, 0.1)
         for point in zip(sizes, ratios, (0.3, 0.5, 0.7), strict=True)
     ]
-    rows += [("d", "pretrained", "gd", "lr", 2, 0, size, 0.5, 0.3, 0.2, 0.1) for size in sizes]  # never gets there
+    rows += [("d", "pretrained", "gd", "lr", 2, 0, size, 0.5, 0.3, 0.3, 0.2, 0.1) for size in sizes]  # never gets there
     names = [*LINE, "seed", "permutation", "size", RATIO, *COSINES]
     (found,) = at_equal_length(pd.DataFrame(rows, columns=names)).to_dict("records")
     assert (found["seed"], found["sim_aou"]) == (1, pytest.approx(0.6))  # 1 is half way from 0.5 to 2
@@ -244,27 +247,26 @@ def test_a_cell_of_the_search_has_everything_else_as_well(searched):
 
 
 def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, tmp_path, monkeypatch):
-    page = tmp_path / "findings.md"
-    page.write_text("Prose before.\n\n<!-- tables -->\n<!-- end of tables -->\n\nProse behind.\n")
-    monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
+    page, prose = tmp_path / "findings.md", tmp_path / "prose.md"
+    prose.write_text("# Prose\n\nWithout numbers.\n")
+    monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page), "--prose", str(prose)])
     findings.main()
     first = page.read_text()
-    assert first.startswith("Prose before.\n")
-    assert first.endswith("Prose behind.\n")
+    assert first.startswith("# Prose\n\nWithout numbers.\n\n## Tables\n\n### Cells\n")
     cells = pd.read_csv(tmp_path / "findings_cells.csv", keep_default_na=False, dtype=str)
     assert cells["key"].nunique() == load_run(searched).values["key"].nunique()
     chosen = {choice.method: choice.rate for choice in choose_rates(load_run(searched))}
     for method, rate in chosen.items():
         (row,) = [line for line in first.splitlines() if line.startswith(f"| demo_sentiment: {method}, labels")]
         assert row.endswith(f"| {rate:.4f} |")
-    monkeypatch.setattr("sys.argv", ["findings", "--page", str(page)])
+    monkeypatch.setattr("sys.argv", ["findings", "--page", str(page), "--prose", str(prose)])
     findings.main()
     assert page.read_text() == first, "without folders it is the same page"
     others = [cells.assign(model="other"), cells.assign(model="other", queries="validation", key=cells["key"] + "v")]
     more = others[1][(others[1]["method"] == "gd") & (others[1]["seed"] == others[1]["seed"].min())]
     others.append(more.assign(seed=999, key=more["key"] + "m"))
     page.with_name("findings_cells.csv").write_text(pd.concat(others).to_csv(index=False))
-    monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page)])
+    monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page), "--prose", str(prose)])
     findings.main()
     lines = page.read_text().splitlines()
     parts = ["### Cells", "### The papers' claims, model by model", "### What the authors' seeds could decide"]
@@ -279,7 +281,6 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
 
 def test_the_rows_behind_a_number_of_the_page_are_told(searched, tmp_path, monkeypatch, capsys):
     page = tmp_path / "findings.md"
-    page.write_text("<!-- tables -->\n<!-- end of tables -->\n")
 
     def ask(*words):
         monkeypatch.setattr("sys.argv", ["findings", str(searched), "--page", str(page), "--ask", *words])
@@ -301,6 +302,47 @@ def test_the_rows_behind_a_number_of_the_page_are_told(searched, tmp_path, monke
         with pytest.raises(SystemExit):
             ask(*words)
         assert reason in capsys.readouterr().err
+
+
+def test_numbers_in_the_prose_are_asked_of_the_file(searched, tmp_path):
+    prose, cells = tmp_path / "prose.md", cells_of(load_run(searched))
+    prose.write_text(
+        "<!--\nlcgd = method=lcgd lr=0.03\n-->\n\n"
+        "{{lcgd sim_aou}}; {{mean: lcgd sim_aou}}; {{range: lcgd sim_aou}}; {{lcgd\nsim_aou minus method=gd}}\n"
+    )
+    chosen = cells[(cells["lr"] == "0.03") & (cells["perturbation"] == 0) & (cells["metric"] == "sim_aou")]
+    by_seed = chosen.pivot(index="seed", columns="method", values="value")
+    lcgd, less = by_seed["lcgd"], by_seed["lcgd"] - by_seed["gd"]
+    interval = ttest_1samp(less, 0).confidence_interval(0.95)
+    expected = [
+        f"{lcgd.mean():.3f} ± {lcgd.std():.3f}",
+        f"{lcgd.mean():.3f}",
+        f"{lcgd.min():.3f} to {lcgd.max():.3f}",
+        f"{less.mean():+.3f} [{interval.low:.3f}, {interval.high:.3f}]",
+    ]
+    text, numbers = filled(prose, cells)
+    plainly = [re.sub(r"(?<!\d)\.(?=\d)", "0.", part) for part in text.strip().split("; ")]
+    assert plainly == expected, "without the zero before the point"
+    assert list(numbers)[-1] == "`method=lcgd lr=0.03 sim_aou minus method=gd`"
+    for mistake, reason in (("{{lcgd sim}}", "no cell with metric=sim"), ("{{most: lcgd sim_aou}}", "no kind most")):
+        prose.write_text(f"<!--\nlcgd = method=lcgd lr=0.03\n-->\n\nText.\n{mistake}\n")
+        with pytest.raises(ValueError, match=rf"prose\.md:6: .*{reason}"):
+            filled(prose, cells)
+
+
+def test_spreads_in_the_prose_are_those_of_rounding_and_of_seeds_beyond_it(searched, tmp_path):
+    prose, cells = tmp_path / "prose.md", cells_of(load_run(searched))
+    (choice,) = [choice for choice in choose_rates(load_run(searched)) if choice.method == "gd"]
+    prose.write_text(f"{{{{spread: method=gd lr={choice.rate:g} auc_ft}}}}")
+    tested = choice.tried.loc[choice.rate]
+    told = [float(number) for number in filled(prose, cells)[0].split(" and ")]
+    assert told == pytest.approx([tested["auc_ft by rounding"], tested["auc_ft by seed"]], abs=6e-4)
+
+
+def test_the_page_of_findings_has_the_numbers_of_its_file():
+    page = Path(__file__).parents[2] / "docs" / "findings.md"
+    prose, _ = filled(Path(findings.__file__).with_name("prose.md"), with_folders(cells_file(page), []))
+    assert page.read_text("utf-8").startswith(prose.rstrip() + "\n")
 
 
 def test_what_the_authors_seeds_could_decide_is_paired_by_seed():

@@ -23,7 +23,7 @@ from fairseq_icl.results import LENGTH_RATIO
 SIZE, EQUAL = "layer_step_size", "layer_step=equal"
 SHOWN = {metric: shown_as(metric)[0] for metric in ("sim_aou", "sim_am_delta", "accuracy_ft")}
 COLUMNS = ("relative step", *SHOWN.values())
-COSINES = ("sim_aou", "sim_aou_norm", "sim_am_delta")
+COSINES = ("sim_aou", "sim_aou_projected", "sim_aou_norm", "sim_am_delta")
 RATIO = f"{LENGTH_RATIO}sim_aou"
 AT_EQUAL_LENGTH = "_at_equal_length"  # what a claim adds to the name of one of COSINES
 SWEPT = {"lr", "lr_scale", "layer_step", SIZE}
