@@ -88,9 +88,16 @@ def test_the_report_shows_both_criteria_and_the_spread_by_rounding(searched):
     assert [chart.name for chart in charts] == [
         "rates_log_likelihood_ft_demo",
         "rates_demonstration_log_likelihood_ft_demo",
+        "rates_auc_ft_demo",
     ]
     labels, best = charts[0].panels[0].series[:2]
     assert (best.x, best.y) == ([choice.rate], [max(labels.y)])
+    ranking, chosen = charts[2].panels[0].series[:2]
+    assert chosen.x == [choice.rate], "the labels choose, not the AUC"
+    auc = found.values[(found.values["metric"] == "auc_ft") & (found.values["variant"] == f"lr={choice.rate:g}")]
+    of_gd = auc[(auc["method"] == "gd") & auc["layer"].isna()].drop_duplicates("key")
+    assert chosen.y == [pytest.approx(of_gd["value"].mean())]
+    assert chosen.y[0] in ranking.y
 
 
 def test_a_search_that_is_done_has_nothing_left_to_try_and_changes_nothing(searched):

@@ -25,7 +25,8 @@ from fairseq_icl.replication.report.tables import Entry, Table, number
 SEARCHED = "queries=train"  # the setting by which cells of a search are known
 LABELS = "log_likelihood_ft"  # the criterion
 TEXT = "demonstration_log_likelihood_ft"  # the fine-tuning loss (negated), which counts every token
-OUTCOMES = (LABELS, "auc_ft")  # what rounding must not decide
+RANKING = "auc_ft"
+OUTCOMES = (LABELS, RANKING)  # what rounding must not decide
 UNTRIED: dict[str, Any] = {"keys": (), "runs": 0}
 SEEDS = ["seed", "permutation"]
 DRAWS = [1, 2]  # perturbations that a rate is tested with, at every seed
@@ -43,8 +44,8 @@ class Choice:
     dataset: str
     method: str
     tried: pd.DataFrame
-    """Index lr, ascending; columns runs, keys, the mean and the SD over seeds of LABELS and TEXT, and of every one of
-    OUTCOMES the SDs by rounding and by seed (without what rounding adds to it); NaN where there is none."""
+    """Index lr, ascending; columns runs, keys, the mean and the SD over seeds of LABELS, TEXT and RANKING, and of every
+    one of OUTCOMES the SDs by rounding and by seed (without what rounding adds to it); NaN where there is none."""
 
     @property
     def complete(self) -> pd.DataFrame:
@@ -116,7 +117,7 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
     """What is known of one rate: `cells` are those of all seeds, metrics and perturbations."""
     plain = cells[cells["draw"] == 0]
     found: dict[str, Any] = {"runs": plain["key"].nunique(), "keys": tuple(plain["key"].drop_duplicates())}
-    for name in (LABELS, TEXT):
+    for name in (LABELS, TEXT, RANKING):
         measured = plain.loc[plain["metric"] == name, "value"]
         found |= {name: measured.mean(skipna=False), f"{name} sd": measured.std()}
     moved = cells[cells["draw"] != 0]["key"].nunique()
@@ -175,20 +176,20 @@ def rate_tables(run: Run) -> list[Table]:
 
 @needs(settings=[SEARCHED])
 def rate_figures(run: Run, model: str) -> Iterator[Chart]:
-    """The likelihood of labels, and that of the text, against the learning rate, with the best rate of each."""
+    """The likelihoods of labels and of the text and the AUC against the learning rate, with the rate that is chosen."""
     choices = [choice for choice in choose_rates(run) if choice.model == model]
-    for name, words in ((LABELS, "labels that were not trained on"), (TEXT, "rows that were not trained on")):
+    for name, title in ((LABELS, "Likelihood of labels"), (TEXT, "Likelihood of rows"), (RANKING, "AUC on rows")):
         panels = []  # one a method: where one diverges, nothing could be seen of the others
         for choice in choices:
-            best = choice.rate if name == LABELS else choice.by_text
+            best = choice.by_text if name == TEXT else choice.rate
             curve = choice.tried[[name, f"{name} sd"]].astype(float).dropna(subset=[name])
             series = [Series("rates", list(curve.index), list(curve[name]), list(curve[f"{name} sd"]))]
-            series += [Series("best", [best], [float(curve.loc[best, name])])] if best is not None else []
-            tags = {"method": choice.method, "dataset": choice.dataset}
-            panels.append(Panel(f"{choice.dataset}: {choice.method}", series, tags=tags))
-        title, axes = f"Likelihood of {words} against the learning rate", ("learning rate", "log-likelihood (nats)")
-        caption = f"{model}. Mean over rows of the train split; error bars: standard deviation over seeds."
-        yield Chart(f"rates_{name}_{model}", title, caption, panels, *axes, scale="log")
+            series += [Series("best", [x], [float(curve.loc[x, name])]) for x in curve.index if x == best]
+            method, dataset = choice.method, choice.dataset
+            panels.append(Panel(f"{dataset}: {method}", series, tags={"method": method, "dataset": dataset}))
+        title, unit = f"{title} that were not trained on", "AUC" if name == RANKING else "log-likelihood (nats)"
+        caption = f"{model}. Mean over rows of the train split; error bars: SD over seeds. Best: by likelihood."
+        yield Chart(f"rates_{name}_{model}", title, caption, panels, "learning rate", unit, scale="log")
 
 
 def write_model_files(run: Run, folder: Path) -> list[Path]:
