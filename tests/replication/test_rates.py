@@ -12,7 +12,7 @@ from scipy.stats import ttest_1samp
 
 import fairseq_icl as fi
 from examples.findings import __main__ as findings
-from examples.findings.cells import cells_file, cells_of, with_folders
+from examples.findings.cells import cells_file, cells_of, run_of, with_folders
 from examples.findings.page import authors
 from examples.findings.prose import filled
 from examples.findings.verdicts import at_rates
@@ -135,14 +135,35 @@ def test_methods_are_compared_where_they_move_the_model_as_far_as_icl_does(searc
 def test_the_value_at_equal_length_lies_between_the_rates_on_either_side():
     sizes, ratios = (0.01, 0.1, 1.0), (0.1, 0.5, 2.0)
     rows = [
-        ("d", "pretrained", "gd", "lr", 1, 0, *point, 0.3, 0.2, 0.1)
+        ("d", "pretrained", "gd", "lr", 1, 0, True, *point, 0.3, 0.2, 0.1)
         for point in zip(sizes, ratios, (0.3, 0.5, 0.7), strict=True)
     ]
-    rows += [("d", "pretrained", "gd", "lr", 2, 0, size, 0.5, 0.3, 0.3, 0.2, 0.1) for size in sizes]  # never gets there
-    names = [*LINE, "seed", "permutation", "size", RATIO, *COSINES]
-    (found,) = at_equal_length(pd.DataFrame(rows, columns=names)).to_dict("records")
+    never = [("d", "pretrained", "gd", "lr", 2, 0, True, size, 0.5, 0.3, 0.3, 0.2, 0.1) for size in sizes]
+    names = [*LINE, "seed", "permutation", "usable", "size", RATIO, *COSINES]
+    (found,) = at_equal_length(pd.DataFrame(rows + never, columns=names)).to_dict("records")
     assert (found["seed"], found["sim_aou"]) == (1, pytest.approx(0.6))  # 1 is half way from 0.5 to 2
     assert found["size"] == pytest.approx(10**-0.5)
+    decided_by_rounding = pd.DataFrame(rows, columns=names).assign(usable=[True, True, False])
+    assert at_equal_length(decided_by_rounding).empty
+
+
+def test_a_rate_that_rounding_decides_is_no_neighbour_of_equal_length_and_is_drawn_apart(searched):
+    cells = cells_of(load_run(searched))
+    tested = cells[(cells["method"] == "gd") & (cells["perturbation"] != 0)]["lr"].iloc[0]
+    moved = (cells["method"] == "gd") & (cells["lr"] == tested) & (cells["metric"] == "auc_ft")
+    assert set(sweeps(run_of(cells), "demo")["usable"]) == {True}
+    decided = cells.assign(
+        value=cells["value"].where(~moved, cells["perturbation"] % 2)
+    )  # 0, 1, 0: the draw says it all
+    found = sweeps(run_of(decided), "demo").set_index("method")
+    assert dict(zip(found.loc["gd", "size"], found.loc["gd", "usable"], strict=True)) == {
+        size: size < float(tested) for size in found.loc["gd", "size"]
+    }
+    assert set(found.loc["lcgd", "usable"]) == {True}
+    (chart,) = displacement_figures(run_of(decided), "demo")
+    points = {series.label: len(series.x) for series in chart.panels[0].series}
+    assert points.keys() == {"gd", "gd, decided by rounding", "lcgd"}
+    assert points["gd"] == len({size for size in found.loc["gd", "size"] if size < float(tested)})
 
 
 def curve(likelihoods, rounding=(), seed_sd=0.1, runs=2):

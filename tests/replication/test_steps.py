@@ -52,8 +52,6 @@ def test_the_table_compares_methods_at_equal_steps_and_at_the_learning_rate(step
     assert sim_am_delta.length_ratio == pytest.approx(points["lcgd", 0.1, "length_ratio_sim_am_delta"])
     lengths = [rows[f"gd, step {size:g}"][1].length_ratio for size in SIZES]
     assert lengths[1] > 10 * lengths[0]  # a longer step changes attention further
-    above = sum(points["lcgd", size, "sim_aou"] > points["gd", size, "sim_aou"] for size in SIZES)
-    assert f"SimAOU of lcgd is above that of gd at {above} of 2 equal steps." in table.notes
     assert "length ratio" in plain(table)
 
 

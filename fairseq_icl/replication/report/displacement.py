@@ -55,7 +55,6 @@ def steps_tables(run: Run) -> list[Table]:
         title = f"Steps of one relative size on {model}, {init} (mean over datasets and seeds)"
         notes = (
             "Relative step: |dW| / |W| of keys and values of a layer, mean over steps and layers. Accuracy in percent.",
-            *_compared_at_equal_steps(group),
             LENGTHS,
         )
         tables.append(Table(f"steps_{model}_{init}", title, COLUMNS, tuple(rows), 4, notes=notes))
@@ -74,23 +73,6 @@ def _step_row(run: Run, chosen: pd.DataFrame) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _compared_at_equal_steps(group: pd.DataFrame) -> list[str]:
-    """At how many (dataset, size) a method's cosine is above the first one's; and the highest of every method."""
-    told, highest = [], []
-    for metric, name in list(SHOWN.items())[:2]:
-        own = group[group["metric"] == metric]
-        table = own.pivot_table(index=["dataset", SIZE], columns="method", values="mean")
-        first, *others = [method for method in group["method"].drop_duplicates() if method in table]
-        for other in others:
-            both = table[[first, other]].dropna()
-            above = int((both[other] > both[first]).sum())
-            told.append(f"{name} of {other} is above that of {first} at {above} of {len(both)} equal steps.")
-        lines = own.groupby(["method", SIZE], sort=False)["mean"].mean().groupby(level=0, sort=False)  # over datasets
-        best = [f"{method} {line.max():.3f} at {line.idxmax()[1]:g}" for method, line in lines]
-        highest.append(f"Highest {name}: {', '.join(best)}.")
-    return told + highest
-
-
 @needs(settings=[EQUAL])
 def step_figures(run: Run, model: str) -> Iterator[Chart]:
     """Cosines against the size of equal steps."""
@@ -101,9 +83,10 @@ def step_figures(run: Run, model: str) -> Iterator[Chart]:
 
 
 def sweeps(run: Run, model: str) -> pd.DataFrame:
-    """One row a cell of a model's sweeps: LINE, label, size, seed, permutation, variant, key, RATIO and COSINES.
+    """One row a cell of a model's sweeps: LINE, label, size, seed, permutation, variant, key, usable, RATIO, COSINES.
 
-    `by` is what is swept, lr or layer_step_size, and `size` its value; sweeps of one value are left out.
+    `by` is what is swept, lr or layer_step_size, and `size` its value; sweeps of one value are left out. `usable` says
+    whether a search found that rounding does not decide what fine-tuning does at this rate, or made no search.
     """
     values = run.values[(run.values["model"] == model) & run.values["layer"].isna()]
     values = values[[{word.partition("=")[0] for word in name.split()} <= SWEPT for name in values["variant"]]]
@@ -111,7 +94,7 @@ def sweeps(run: Run, model: str) -> pd.DataFrame:
     place = ["dataset", "init", "method", "seed", "permutation", "variant", "key"]
     table = values.pivot_table(index=place, columns="metric", values="value", sort=False).reset_index()
     if not {RATIO, *COSINES} <= set(table):
-        return pd.DataFrame(columns=[*place, "by", "label", "size", RATIO, *COSINES])
+        return pd.DataFrame(columns=[*place, "by", "label", "size", "usable", RATIO, *COSINES])
     settings = [run.settings[key] for key in table["key"]]
     table["by"] = ["lr" if said.get(SIZE) is None else SIZE for said in settings]
     table["size"] = [said.get(name) for said, name in zip(settings, table["by"], strict=True)]
@@ -119,18 +102,22 @@ def sweeps(run: Run, model: str) -> pd.DataFrame:
         ", ".join([method, *[init] * (init != "pretrained"), *["equal steps"] * (by != "lr")])
         for init, method, by in table[LINE[1:]].to_numpy()
     ]
-    table = table.dropna(subset=["size", RATIO]).drop_duplicates([*LINE, "size", "seed", "permutation"])
+    choices = [choice for choice in choose_rates(run) if choice.model == model]
+    searched = {(own.dataset, "pretrained", own.method, "lr"): own for own in choices}
+    refused = {(*line, rate) for line, own in searched.items() for rate in {*own.tried.index} - {*own.usable}}
+    table["usable"] = [step not in refused for step in table[[*LINE, "size"]].itertuples(index=False, name=None)]
+    table = table[table["size"].notna() & (table[RATIO] > 0)].drop_duplicates([*LINE, "size", "seed", "permutation"])
     return table[table.groupby(LINE)["size"].transform("nunique") > 1].sort_values([*LINE, "size"])
 
 
 def at_equal_length(cells: pd.DataFrame) -> pd.DataFrame:
     """The sweeps (`cells`) at a length ratio of 1: LINE, seed, permutation, size and COSINES.
 
-    Of the seeds that get there; interpolated on logarithmic axes between the two neighbouring sizes where the ratio
-    first passes 1.
+    Of the seeds that get there; interpolated on logarithmic axes between the two neighbouring usable sizes where the
+    ratio first passes 1.
     """
     found: list[dict[str, Any]] = []
-    for place, line in cells.groupby([*LINE, "seed", "permutation"], sort=False):
+    for place, line in cells[cells["usable"].astype(bool)].groupby([*LINE, "seed", "permutation"], sort=False):
         lengths = np.log(line[RATIO].to_numpy(float))
         passes = np.flatnonzero(np.sign(lengths[:-1]) != np.sign(lengths[1:]))
         if len(passes):
@@ -152,8 +139,8 @@ def displacement_tables(run: Run) -> list[Table]:
     chosen = {(choice.model, choice.dataset, choice.method): choice.rate for choice in choose_rates(run)}
     notes = (
         "Length ratio: how far fine-tuning moves the attention output, in units of ICL's way. At 1: between "
-        "neighbouring rates (or sizes of equal steps), seed by seed, for the seeds that get there. Own rate: "
-        "the one that the search chose, or the plain run's. SD over seeds.",
+        "neighbouring rates (or sizes of equal steps), seed by seed, for the seeds that get there without a rate at "
+        "which rounding decides. Own rate: the one that the search chose, or the plain run's. SD over seeds.",
     )
     for model in run.planned["model"].drop_duplicates():
         cells = sweeps(run, model)
@@ -164,10 +151,13 @@ def displacement_tables(run: Run) -> list[Table]:
             own = line[(line["size"] == rate) if rate is not None else (line["variant"] == "")]
             there = equal[(equal[LINE] == place).all(axis=1)]
             shown = [(own, RATIO), (there, "size"), *((at, name) for name in COSINES for at in (there, own))]
-            entries = []
+            entries, seeds = [], line.groupby(["seed", "permutation"]).ngroups
             for at, name in shown:
                 values, keys = at[name].dropna().astype(float), tuple((own if at is own else line)["key"])
-                entries.append(Entry(number(values.mean()), number(values.std()), runs=len(values), keys=keys))
+                mark = f"{len(values)} of {seeds} seeds" if name == "size" and 0 < len(values) < seeds else ""
+                entries.append(
+                    Entry(number(values.mean()), number(values.std()), runs=len(values), keys=keys, mark=mark)
+                )
             rows.append((f"{dataset}: {line['label'].iloc[0]}", tuple(entries)))
         if rows:
             title = f"At equal displacement on {model}"
@@ -179,11 +169,11 @@ def displacement_tables(run: Run) -> list[Table]:
 def displacement_figures(run: Run, model: str) -> Iterator[Chart]:
     """SimAOU against the length ratio: a panel a dataset, a line a method and init, a point a rate or size of steps."""
     series = []
-    for (dataset, init, method, _), line in sweeps(run, model).groupby(LINE, sort=False):
+    for (dataset, init, method, _, usable), line in sweeps(run, model).groupby([*LINE, "usable"], sort=False):
         points = line.groupby("size").agg(x=(RATIO, "mean"), y=(COSINES[0], "mean"), sd=(COSINES[0], "std"))
         tags = {"dataset": dataset, "init": init, "method": method}
         x, y, sd = (list(points[name]) for name in points)
-        series.append(Series(line["label"].iloc[0], x, y, sd, tags))
+        series.append(Series(line["label"].iloc[0] + ", decided by rounding" * (not usable), x, y, sd, tags))
     name = shown_as(COSINES[0])[0]
     caption = (
         f"{model}. Every point is a learning rate, or a size of equal steps; at 1 fine-tuning moves the attention "

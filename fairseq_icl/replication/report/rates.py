@@ -60,11 +60,16 @@ class Choice:
         return all(rounding == 0 or rounding < seed for rounding, seed in spreads) if known else None
 
     @property
-    def rate(self) -> float | None:
-        """The best of the rates that are admitted, or not tested and below all that are not; None if none is left."""
+    def usable(self) -> list[float]:
+        """The rates that are admitted, or not tested and below all that are not: longer steps amplify more."""
         tests = {rate: self.is_admitted(rate) for rate in self.tried.index}
         lowest = min((rate for rate, passed in tests.items() if passed is False), default=math.inf)
-        left = self.complete[[bool(tests[x]) or x < lowest for x in self.complete.index]]  # longer steps amplify more
+        return [rate for rate, passed in tests.items() if passed or (passed is None and rate < lowest)]
+
+    @property
+    def rate(self) -> float | None:
+        """The best of the rates that can be used; None if there is none."""
+        left = self.complete[self.complete.index.isin(self.usable)]
         return None if left.empty else float(left[LABELS].astype(float).idxmax())
 
     @property
@@ -119,7 +124,8 @@ def _tried(cells: pd.DataFrame) -> dict[str, Any]:
     found: dict[str, Any] = {"runs": plain["key"].nunique(), "keys": tuple(plain["key"].drop_duplicates())}
     for name in (LABELS, TEXT, RANKING):
         measured = plain.loc[plain["metric"] == name, "value"]
-        found |= {name: measured.mean(skipna=False), f"{name} sd": measured.std()}
+        mean = measured.mean(skipna=False) if len(measured) == found["runs"] else math.nan  # a seed without a value
+        found |= {name: mean, f"{name} sd": measured.std()}
     moved = cells[cells["draw"] != 0]["key"].nunique()
     for name in OUTCOMES:
         measured = cells[(cells["metric"] == name) & ((cells["draw"] == 0) | (moved >= found["runs"] * len(DRAWS)))]
