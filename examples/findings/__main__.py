@@ -41,8 +41,8 @@ def main() -> None:
         prose, numbers = filled(arguments.prose, cells)
     except ValueError as error:
         parser.error(str(error))
-    said = [[number, words] for words, number in numbers.items()]
-    asked = lines_of("## Every number above, and its words for `--ask`", ["number", "words"], said)
+    heads = ["number", "words", "told from zero, if a difference"]
+    asked = lines_of("## Every number above, and its words for `--ask`", heads, numbers)
     parts = [prose.rstrip(), asked if numbers else "", "## Tables", *all_of(cells, arguments.page)]
     write_atomically(arguments.page, "\n\n".join(filter(None, parts)) + "\n")
 

@@ -16,8 +16,12 @@ CELL = ["model", "dataset", "init", "method", "queries", "limit", "lr", "perturb
 COLUMNS = [*CELL, "seed", "permutation", "metric", "value", "key", "seconds"]
 PLAIN = {"init": "pretrained", "perturbation": "0", "layer_step_size": "", "others": ""}
 """What is meant where nothing is said."""
-UNSAID = {*CELL, "seed", "permutation", "num_demonstrations", "layer_step", "gradient_norms", "device", "precision"}
+NAMED = ("num_demonstrations", "precision")
+"""Settings with which a model is another one everywhere on the page: where not at their default, its name says them."""
+UNSAID = {*CELL, *NAMED, "seed", "permutation", "layer_step", "gradient_norms", "device"}
 """Settings that stand in a column of their own, or change no number of the page."""
+WORDS = dict.fromkeys(("limit", "lr", "layer_step_size", "others"), str)
+"""Columns that are words, though some look like numbers."""
 ANSWERS = {"auc": "AUC, macro over classes", "accuracy": "accuracy", "log_likelihood": "log-likelihood of the label"}
 SIMILARITIES = {
     "sim_aou": "SimAOU",
@@ -53,10 +57,9 @@ def with_folders(file: Path, folders: Sequence[Path]) -> pd.DataFrame:
     """The cells of the file and of the folders, which take the place of earlier ones with the same settings."""
     found = [cells_of(load_run(folder)) for folder in folders]
     if file.is_file():
-        words = dict.fromkeys(("lr", "layer_step_size", "others"), str)
-        found.append(pd.read_csv(file, keep_default_na=False, dtype=words))
+        found.append(pd.read_csv(file, keep_default_na=False, dtype=WORDS))
     cells = pd.concat(found, ignore_index=True)
-    newest = cells.groupby(COLUMNS[:-4], sort=False)["key"].transform("first")  # the folders' stand first
+    newest = cells.groupby(COLUMNS[:-4], sort=False, dropna=False)["key"].transform("first")  # the folders' stand first
     cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3])
     return cells.sort_values(COLUMNS[:-3], ignore_index=True)
 
@@ -69,18 +72,19 @@ def cells_of(run: Run) -> pd.DataFrame:
     for model, key in values[["model", "key"]].drop_duplicates().itertuples(index=False):
         settings = {name: known.default for name, known in SETTINGS.items()}
         settings |= run.configurations[key]["cell"]["settings"]
-        others = {
-            name: value
-            for name, value in settings.items()
-            if name in SETTINGS and name not in UNSAID and value != SETTINGS[name].default
-        }
-        rows[key] = {name: settings[name] for name in ("queries", "limit", "perturbation", "layer_step_size")}
+        unusual = {name: x for name, x in settings.items() if name in SETTINGS and x != SETTINGS[name].default}
+        others = {name: value for name, value in unusual.items() if name not in UNSAID}
+        named = ", ".join(f"{name}={unusual[name]}" for name in NAMED if name in unusual)
+        rows[key] = {name: settings[name] for name in ("queries", "perturbation", "layer_step_size")}
+        rows[key]["named"] = f" ({named})" if named else ""
+        rows[key]["limit"] = "all" if settings["limit"] is None else str(settings["limit"])
         rows[key]["lr"] = written_rates(run.configurations[key]["cell"].get("rates") or {"": settings["lr"]})
         rows[key] |= {"others": " ".join(f"{name}={value}" for name, value in sorted(others.items()))}
         rows[key] |= {"seconds": round(run.cell_folder(model, key).seconds(), 1)}
     said = pd.DataFrame.from_dict(rows, orient="index").rename_axis("key").reset_index()
     said = said.assign(layer_step_size=said["layer_step_size"].map(_written))
-    return values.assign(model=values["plain_model"]).merge(said, on="key")[COLUMNS]
+    values = values.merge(said, on="key")
+    return values.assign(model=values["plain_model"] + values["named"])[COLUMNS]
 
 
 def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
@@ -158,7 +162,13 @@ def written_rates(rates: Mapping[str, float | None]) -> str:
 
 
 def run_of(cells: pd.DataFrame) -> Run:
-    """The cells as a run that the report's tables and figures can be asked for."""
+    """The cells as a run that the report's tables and figures can be asked for; ValueError if searches are mixed."""
+    searched = cells[cells["queries"] == "train"]
+    for place, search in searched.groupby(["model", "dataset", "method"]):
+        for name in ("limit", "others"):
+            if search[name].nunique() > 1:
+                some = " and ".join(f"{name}={value}" for value in sorted(search[name].unique()))
+                raise ValueError(f"{', '.join(place)}: rates were searched with {some}; keep one in the file of cells")
     names = {"lr": cells["queries"] == "train", "perturbation": cells["perturbation"] != 0}
     names["layer_step_size"] = cells["layer_step_size"] != ""
     words = [

@@ -119,13 +119,14 @@ def _after(before: str, words: pd.Series) -> pd.Series:
 
 
 def table(title: str, cells: pd.DataFrame, metrics: dict[str, str]) -> str:
-    """A Markdown table: a row a metric, a column for each of `column`; mean ± SD over seeds."""
+    """A Markdown table: a row a metric, a column for each of `column`; mean ± SD over seeds, fewer ones told."""
     columns = list(dict.fromkeys(cells["column"]))
-    rows = []
+    most, rows = [cells.loc[cells["column"] == one, "metric"].value_counts().max() for one in columns], []
     for metric, name in metrics.items():
         values = [cells.loc[(cells["metric"] == metric) & (cells["column"] == one), "value"] for one in columns]
         if any(map(len, values)):
-            rows.append([name, *map(number, values)])
+            fewer = [f" (of {len(x)})" if 0 < len(x) < seeds else "" for x, seeds in zip(values, most, strict=True)]
+            rows.append([name, *(number(x) + few for x, few in zip(values, fewer, strict=True))])
     return lines_of(title, ["", *columns], rows)
 
 

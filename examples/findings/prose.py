@@ -9,6 +9,8 @@ that come often. The word before a colon says what is put in their place:
     {{mean: a auc_ft}}         the mean alone
     {{range: a auc_ft}}        from the smallest to the largest
     {{spread: a auc_ft}}       SD over draws of rounding (or over orders), and over seeds beyond that: .014 and .101
+    {{count: differences}}     how many differences there are in the prose; `decided`: how many of their intervals do
+                               not hold zero; `together`: how many are left by Holm's correction over all of them
 """
 
 import re
@@ -19,8 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtr
 
 from examples.findings.cells import PLAIN, interval_of, rows_of, values_of, wanted_by
+from fairseq_icl.replication.report.effects import LEVEL
 from fairseq_icl.replication.report.experiments import spreads
 
 HEAD = re.compile(r"\A<!--\n(.*?)-->\n+", re.DOTALL)
@@ -28,8 +32,9 @@ ASKED = re.compile(r"\{\{(?:(\w+):\s)?([^{}]+)\}\}")
 Words = Sequence[str]
 
 
-def filled(file: Path, cells: pd.DataFrame) -> tuple[str, dict[str, str]]:
-    """The prose with its numbers, and the words that ask for each of them, in their order."""
+def filled(file: Path, cells: pd.DataFrame) -> tuple[str, list[list[str]]]:
+    """The prose with its numbers; and of each of them the number, the words that ask for it, and if it is a difference
+    whether it is decided by itself, and together with all others."""
     text = file.read_text("utf-8")
     head = HEAD.match(text)
     aliases: dict[str, list[str]] = {}
@@ -37,10 +42,13 @@ def filled(file: Path, cells: pd.DataFrame) -> tuple[str, dict[str, str]]:
         alias, _, words = line.partition(" = ")
         aliases[alias] = expanded(shlex.split(words), aliases)
     numbers: dict[str, str] = {}
+    levels: dict[str, float] = {}
 
     def put(found: re.Match[str]) -> str:
         words = expanded(shlex.split(found[2]), aliases)
         kind = found[1] or ("interval" if "minus" in words else "number")
+        if kind == "count":
+            return found[0]  # once all others are known
         try:
             if kind not in KINDS:
                 raise ValueError(f"no kind {kind}; there are {', '.join(KINDS)}")
@@ -48,10 +56,40 @@ def filled(file: Path, cells: pd.DataFrame) -> tuple[str, dict[str, str]]:
         except ValueError as error:
             raise ValueError(f"{file}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]}: {error}") from error
         suffix = f" ({found[1]})" if found[1] in ("range", "spread") else ""
-        numbers[f"`{shlex.join(words)}`{suffix}"] = told
+        place = f"`{shlex.join(words)}`{suffix}"
+        numbers[place] = told
+        if kind == "interval" and "minus" in words:
+            levels[place] = level_of(values_of(cells, words))
         return told
 
-    return wrapped(ASKED.sub(put, text)[head.end() if head else 0 :]), numbers
+    text = ASKED.sub(put, text)[head.end() if head else 0 :]
+    decided = {place for place, level in levels.items() if level <= LEVEL}
+    kept = together(levels)
+    counts = {"differences": len(levels), "decided": len(decided), "together": len(kept)}
+    try:
+        text = ASKED.sub(lambda found: str(counts[found[2]]), text)
+    except KeyError as error:
+        raise ValueError(f"{file}: no count of {error}; there are {', '.join(counts)}") from error
+    told = {place: "all together" if place in kept else "alone" if place in decided else "open" for place in levels}
+    return wrapped(text), [[number, place, told.get(place, "")] for place, number in numbers.items()]
+
+
+def level_of(values: pd.Series) -> float:
+    """At which level the mean over seeds is still told from zero, by Student's t (two sides)."""
+    error = float(values.std()) / len(values) ** 0.5
+    if error == 0:
+        return 0.0 if values.mean() else 1.0
+    return float(2 * stdtr(len(values) - 1, -abs(values.mean()) / error))
+
+
+def together(levels: Mapping[str, float]) -> set[str]:
+    """Those that are told from zero if no error at all is wanted among them (Holm's correction)."""
+    kept: set[str] = set()
+    for rank, place in enumerate(sorted(levels, key=lambda one: levels[one])):
+        if levels[place] > LEVEL / (len(levels) - rank):
+            break
+        kept.add(place)
+    return kept
 
 
 def wrapped(text: str) -> str:

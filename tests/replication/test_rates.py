@@ -298,11 +298,17 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
     findings.main()
     lines = page.read_text().splitlines()
     parts = ["### Cells", "### The papers' claims, model by model", "### What the authors' seeds could decide"]
-    assert [line for line in lines if line.startswith("### ")] == [*parts, "### demo", "### other"]
+    assert [line for line in lines if line.startswith("### ")] == [
+        *parts,
+        "### demo (num_demonstrations=6)",
+        "### other",
+    ]
     title = lines.index("#### other, demo_sentiment (seeds differ)")
     counts = re.findall(r"(gd|lcgd), lr [^ ]+ \((\d seeds)\)", lines[title + 2])
     assert set(counts) == {("gd", "3 seeds"), ("lcgd", "2 seeds")}
-    heads = next(index for index, line in enumerate(lines) if line == "|  | demo | other | the authors' runs, 1.3B |")
+    heads = next(
+        index for index, line in enumerate(lines) if line.startswith("|  | demo (num_demonstrations=6) | other | ")
+    )
     row = next(line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line)
     assert re.fullmatch(r"\| .* \| – \| \w[^|]*: [+-]\d[^|]* on demo_sentiment \| \w[^|]*: [^|]* \|", row)
 
@@ -351,11 +357,61 @@ def test_numbers_in_the_prose_are_asked_of_the_file(searched, tmp_path):
     text, numbers = filled(prose, cells)
     plainly = [re.sub(r"(?<!\d)\.(?=\d)", "0.", part) for part in text.strip().split("; ")]
     assert plainly == expected, "without the zero before the point"
-    assert list(numbers)[-1] == "`method=lcgd lr=0.03 sim_aou minus method=gd`"
+    number, words, told = numbers[-1]
+    assert (number, words) == (text.strip().split("; ")[-1], "`method=lcgd lr=0.03 sim_aou minus method=gd`")
+    assert told == ("all together" if ttest_1samp(less, 0).pvalue <= 0.05 else "open"), (
+        "one difference is all there are"
+    )
+    assert {told for _, _, told in numbers[:-1]} == {""}, "only differences are told from zero"
     for mistake, reason in (("{{lcgd sim}}", "no cell with metric=sim"), ("{{most: lcgd sim_aou}}", "no kind most")):
         prose.write_text(f"<!--\nlcgd = method=lcgd lr=0.03\n-->\n\nText.\n{mistake}\n")
         with pytest.raises(ValueError, match=rf"prose\.md:6: .*{reason}"):
             filled(prose, cells)
+
+
+def test_differences_of_the_prose_are_counted_and_taken_together(searched, tmp_path):
+    cells = cells_of(load_run(searched))
+    known = cells[(cells["lr"] == "0.03") & (cells["perturbation"] == 0) & (cells["method"] == "gd")]
+    known = known[known["metric"] == "sim_aou"]
+    draws = {"clear": (0.3, 1e-3), "less": (0.3, 0.1), "least": (0.3, 0.12), "open": (0.0, 0.1)}
+    rows, by_seed = [known.assign(metric="rpa", value=0.0)], np.array([-1.0, 0.0, 1.0])
+    for metric, (mean, sd) in zip(("sim_aou", "sim_aou_norm", "sim_am_delta", "rec2ftp"), draws.values(), strict=True):
+        rows.append(known.assign(metric=metric, value=0.0))
+        for seed, value in zip((1, 2, 3), mean + sd * by_seed, strict=True):
+            rows.append(known.iloc[:1].assign(metric=metric, value=value, seed=seed, others="x"))
+            rows.append(
+                known.iloc[:1].assign(metric="rpa", value=0.0, seed=seed, others="x")
+            ) if metric == "sim_aou" else 0
+    table, prose = pd.concat(rows, ignore_index=True), tmp_path / "prose.md"
+    asked = [
+        f"method=gd lr=0.03 others=x {m} minus rpa" for m in ("rec2ftp", "sim_am_delta", "sim_aou_norm", "sim_aou")
+    ]
+    prose.write_text(
+        "{{count: differences}} {{count: decided}} {{count: together}}" + "".join(f" {{{{{x}}}}}" for x in asked)
+    )
+    text, numbers = filled(prose, table)
+    levels = [ttest_1samp(draws[name][0] + draws[name][1] * by_seed, 0).pvalue for name in draws]
+    assert levels[0] < 0.05 / 4 < 0.05 / 3 < levels[1] < levels[2] < 0.05 < levels[3]
+    assert text.split()[:3] == ["4", "3", "1"]
+    assert [told for *_, told in numbers] == ["open", "alone", "alone", "all together"]
+    prose.write_text("{{count: claims}}")
+    with pytest.raises(ValueError, match="no count of 'claims'; there are differences, decided, together"):
+        filled(prose, table)
+
+
+def test_cells_that_differ_in_more_than_their_column_says_do_not_replace_each_other(searched, tmp_path):
+    run, file = load_run(searched), tmp_path / "cells.csv"
+    for key in run.settings:
+        run.settings[key].update(limit=None)
+    cells = cells_of(run)
+    assert set(cells["limit"]) == {"all"}
+    assert set(cells["model"]) == {"demo (num_demonstrations=6)"}, "with other demonstrations it is another model"
+    with_folders(file, [searched]).to_csv(file, index=False)
+    (told,) = pd.read_csv(file, dtype=str)["limit"].unique()
+    both = pd.concat([cells, with_folders(file, [])])
+    assert len(with_folders(file, [searched])) == len(cells), "once more the same cells"
+    with pytest.raises(ValueError, match=rf"gd: rates were searched with limit={told} and limit=all; keep one"):
+        run_of(both)
 
 
 def test_spreads_in_the_prose_are_those_of_rounding_and_of_seeds_beyond_it(searched, tmp_path):
