@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fairseq_icl.replication.report.displacement import AT_EQUAL_LENGTH, at_equal_length, sweeps
 from fairseq_icl.replication.report.effects import LEVEL, Part
 from fairseq_icl.replication.report.run import IDENTITY, Run, load_run
 from fairseq_icl.settings import SETTINGS
@@ -78,7 +79,8 @@ def cells_of(run: Run) -> pd.DataFrame:
         rows[key] = {name: settings[name] for name in ("queries", "perturbation", "layer_step_size")}
         rows[key]["named"] = f" ({named})" if named else ""
         rows[key]["limit"] = "all" if settings["limit"] is None else str(settings["limit"])
-        rows[key]["lr"] = written_rates(run.configurations[key]["cell"].get("rates") or {"": settings["lr"]})
+        rates = run.configurations[key]["cell"].get("rates") or {"": settings["lr"]}
+        rows[key]["lr"] = written_rates(rates) if settings["layer_step"] == "rate" else ""  # which equal steps undo
         rows[key] |= {"others": " ".join(f"{name}={value}" for name, value in sorted(others.items()))}
         rows[key] |= {"seconds": round(run.cell_folder(model, key).seconds(), 1)}
     said = pd.DataFrame.from_dict(rows, orient="index").rename_axis("key").reset_index()
@@ -107,19 +109,44 @@ def interval_of(cells: pd.DataFrame, words: Sequence[str]) -> tuple[float, float
     low, high = (0.0 if metric.startswith(SHARES) else -1.0), 1.0
     if metric.startswith(UNLIMITED):
         low, high = -np.inf, np.inf
-    elif "minus" in words:
+    for _ in range(("-" in metric) + ("minus" in words)):
         low, high = low - high, high - low
     mean, half = float(values.mean()), half_interval(values)
     return max(mean - half, low), min(mean + half, high)
 
 
 def values_of(cells: pd.DataFrame, words: Sequence[str]) -> pd.Series:
-    """The value of every seed and permutation; after `minus` stand the words in which what is taken away differs."""
+    """The value of every seed and permutation; after `minus` stand the words in which what is taken away differs.
+
+    A metric may be the difference of two: sim_aou_norm-sim_aou_norm_random_matched. With lr=all or layer_step_size=all
+    and a name like sim_aou_at_equal_length it is what a method has where it moves the model as far as ICL does.
+    """
     at = words.index("minus") if "minus" in words else len(words)
     wanted = PLAIN | wanted_by(words[:at])
-    sides = [rows_of(cells, wanted), *(rows_of(cells, wanted | wanted_by(words[at + 1 :])) for _ in words[at:][:1])]
-    values = [rows.set_index(["seed", "permutation"])["value"] for rows in sides]
+    sides = [wanted, wanted | wanted_by(words[at + 1 :])] if "minus" in words else [wanted]
+    values = []
+    for side in sides:
+        one, *less = [_values(cells, side | {"metric": name}) for name in side["metric"].split("-")]
+        values.append(one - less[0] if less else one)
     return (values[0] - values[1] if len(values) > 1 else values[0]).dropna()
+
+
+def _values(cells: pd.DataFrame, wanted: Mapping[str, str]) -> pd.Series:
+    """One metric of one kind of cells, or of a sweep at a length ratio of 1; by seed and permutation."""
+    if wanted.get("metric", "").endswith(AT_EQUAL_LENGTH):
+        by = [column for column in ("lr", "layer_step_size") if wanted.get(column) == "all"]
+        if len(by) != 1:
+            raise ValueError(f"{wanted['metric']} is of a sweep; say lr=all or layer_step_size=all")
+        free = ["metric", "perturbation", "lr", "layer_step_size"]
+        rows = rows_of(cells, {name: value for name, value in wanted.items() if name not in free}, may_differ=free)
+        swept = rows[(rows["layer_step_size"] == "") == (by == ["lr"])]
+        found = at_equal_length(sweeps(run_of(swept), str(rows["model"].iloc[0]))) if len(swept) else swept
+        if found.empty:
+            raise ValueError("no seed gets to a length ratio of 1, but at rates that rounding decides")
+        values = found.assign(value=found.get(wanted["metric"].removesuffix(AT_EQUAL_LENGTH)))
+    else:
+        values = rows_of(cells, wanted)
+    return values.set_index(["seed", "permutation"])["value"]
 
 
 def wanted_by(words: Sequence[str]) -> dict[str, str]:

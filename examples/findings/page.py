@@ -145,8 +145,10 @@ def spread_table(rows: pd.DataFrame, by: str, title: str) -> str:
     several = rows[rows.groupby(place)[by].transform("nunique") > 1]
     other = "permutation" if by == "perturbation" else "perturbation"
     lines = []
-    for (method, init, lr, *_), group in several.groupby(place, sort=False):
-        named = ", ".join([method, *[init] * (init != "pretrained"), f"lr {lr}"])
+    for (method, init, lr, size, others), group in several.groupby(place, sort=False):
+        others = "" if by == "permutation" else others  # the title says them
+        words = [method, *[init] * (init != "pretrained"), f"equal steps {size}" if size else f"lr {lr}", others]
+        named = ", ".join(filter(None, words))
         for metric, name in shown.items():
             measured = group[group["metric"] == metric]
             measured = measured[measured.groupby("seed")[by].transform("nunique") > 1]  # not those of one draw alone
@@ -169,10 +171,14 @@ def side_by_side(found: dict[str, list[Verdict]]) -> str:
     rows = []
     for claim in dict.fromkeys(verdict.claim for judged in found.values() for verdict in judged):
         told = [next((v for v in column if v.claim == claim), None) for column in columns.values()]
-        rows.append(
-            [said(claim), *(f"{v.status}: {decided_by(v)}" if v and v.status != NO_DATA else "–" for v in told)]
-        )
+        rows.append([said(claim), *(outcome(v) if v and v.status != NO_DATA else "–" for v in told)])
     return lines_of("### The papers' claims, model by model", ["", *columns], rows) if rows else ""
+
+
+def outcome(verdict: Verdict) -> str:
+    """What became of a claim by itself, and what is left of that when all claims of its column are taken together."""
+    left = "" if verdict.corrected == verdict.status else f" ({verdict.corrected} with all others)"
+    return f"{verdict.status}{left}: {decided_by(verdict)}"
 
 
 def authors() -> str:

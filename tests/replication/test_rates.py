@@ -12,7 +12,7 @@ from scipy.stats import ttest_1samp
 
 import fairseq_icl as fi
 from examples.findings import __main__ as findings
-from examples.findings.cells import cells_file, cells_of, run_of, with_folders
+from examples.findings.cells import cells_file, cells_of, run_of, values_of, with_folders
 from examples.findings.page import authors
 from examples.findings.prose import filled
 from examples.findings.verdicts import at_rates
@@ -130,6 +130,9 @@ def test_methods_are_compared_where_they_move_the_model_as_far_as_icl_does(searc
         both = equal.pivot_table(index="seed", columns="method", values=metric).dropna()
         assert len(both) == 2
         assert judged[f"lcgd_{metric}_equal_length"].average.value == pytest.approx((both["lcgd"] - both["gd"]).mean())
+        words = ["queries=train", "method=lcgd", "lr=all", f"{metric}_at_equal_length", "minus", "method=gd"]
+        asked = values_of(cells_of(found), words).to_numpy()  # from the file of cells, which has six places
+        assert asked == pytest.approx((both["lcgd"] - both["gd"]).to_numpy(), abs=1e-4)
 
 
 def test_the_value_at_equal_length_lies_between_the_rates_on_either_side():
@@ -148,7 +151,7 @@ def test_the_value_at_equal_length_lies_between_the_rates_on_either_side():
 
 
 def test_a_rate_that_rounding_decides_is_no_neighbour_of_equal_length_and_is_drawn_apart(searched):
-    cells = cells_of(load_run(searched))
+    cells = cells_of(load_run(searched)).assign(model="demo")
     tested = cells[(cells["method"] == "gd") & (cells["perturbation"] != 0)]["lr"].iloc[0]
     moved = (cells["method"] == "gd") & (cells["lr"] == tested) & (cells["metric"] == "auc_ft")
     assert set(sweeps(run_of(cells), "demo")["usable"]) == {True}
