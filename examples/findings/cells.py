@@ -59,7 +59,7 @@ def with_folders(file: Path, folders: Sequence[Path]) -> pd.DataFrame:
     found = [cells_of(load_run(folder)) for folder in folders]
     if file.is_file():
         found.append(pd.read_csv(file, keep_default_na=False, dtype=WORDS))
-    cells = pd.concat(found, ignore_index=True)
+    cells = pd.concat([some for some in found if len(some)] or found, ignore_index=True)
     newest = cells.groupby(COLUMNS[:-4], sort=False, dropna=False)["key"].transform("first")  # the folders' stand first
     cells = cells[cells["key"] == newest].drop_duplicates(COLUMNS[:-3])
     return cells.sort_values(COLUMNS[:-3], ignore_index=True)
@@ -69,6 +69,8 @@ def cells_of(run: Run) -> pd.DataFrame:
     """The run's finished cells, means over examples and layers: COLUMNS, one row a cell and metric."""
     values = run.values[run.values["layer"].isna() & run.values["metric"].isin(METRICS)]
     values = values.drop_duplicates(["key", "metric"]).dropna(subset="value").round({"value": 6})
+    if values.empty:  # nothing is finished yet
+        return pd.DataFrame(columns=COLUMNS)
     rows = {}
     for model, key in values[["model", "key"]].drop_duplicates().itertuples(index=False):
         settings = {name: known.default for name, known in SETTINGS.items()}

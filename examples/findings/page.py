@@ -10,7 +10,7 @@ import pandas as pd
 
 from examples.findings.cells import ANSWERS, SIMILARITIES, half_interval, run_of
 from examples.findings.verdicts import at_equal_length, at_rates, papers_rates, searched_rates, verdicts
-from fairseq_icl.replication.report.claims import NO_DATA, Verdict, authors_verdicts
+from fairseq_icl.replication.report.claims import FAILS, HOLDS, NO_DATA, Verdict, authors_verdicts
 from fairseq_icl.replication.report.displacement import displacement_figures, displacement_tables
 from fairseq_icl.replication.report.experiments import spreads
 from fairseq_icl.replication.report.plotting import drawings
@@ -172,7 +172,15 @@ def side_by_side(found: dict[str, list[Verdict]]) -> str:
     for claim in dict.fromkeys(verdict.claim for judged in found.values() for verdict in judged):
         told = [next((v for v in column if v.claim == claim), None) for column in columns.values()]
         rows.append([said(claim), *(outcome(v) if v and v.status != NO_DATA else "–" for v in told)])
-    return lines_of("### The papers' claims, model by model", ["", *columns], rows) if rows else ""
+    if not rows:
+        return ""
+    told = []
+    for name, judged in found.items():
+        decided = [verdict for verdict in judged if verdict.status in (HOLDS, FAILS)]
+        left = sum(verdict.corrected == verdict.status for verdict in decided)
+        told.append(f"{name} {len(decided)} of {len(judged)}, {left} with all others")
+    table = lines_of("### The papers' claims, model by model", ["", *columns], rows)
+    return f"{table}\n\nDecided, of the claims that could be asked: {'; '.join(told)}."
 
 
 def outcome(verdict: Verdict) -> str:

@@ -93,7 +93,7 @@ def together(levels: Mapping[str, float]) -> set[str]:
 
 
 def wrapped(text: str) -> str:
-    """Paragraphs and points of lists in lines of one length; blocks of code as they are."""
+    """Paragraphs and points of lists in lines of one length; tables and blocks of code as they are."""
 
     def fill(found: re.Match[str]) -> str:
         indent = "  " if found[0].startswith("- ") else ""
@@ -102,7 +102,7 @@ def wrapped(text: str) -> str:
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
     parts[::2] = [
-        re.sub(r"^(?!#)\S.*(?:\n(?!- )\S.*|\n  \S.*)*", fill, part, flags=re.MULTILINE) for part in parts[::2]
+        re.sub(r"^(?![#|])\S.*(?:\n(?!- )\S.*|\n  \S.*)*", fill, part, flags=re.MULTILINE) for part in parts[::2]
     ]
     return "".join(parts)
 

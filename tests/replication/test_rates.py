@@ -1,6 +1,7 @@
 """experiment=rate_search: which rate is chosen, where it is written, and that a run takes it from there."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -313,6 +314,12 @@ def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, t
         index for index, line in enumerate(lines) if line.startswith("|  | demo (num_demonstrations=6) | other | ")
     )
     row = next(line for line in lines[heads:] if "(`lcgd_sim_aou_norm`)" in line)
+    (told,) = [line for line in lines if line.startswith("Decided, of the claims that could be asked: ")]
+    shown = [line.split("|")[3].strip() for line in lines[heads + 2 : lines.index(told) - 1]]
+    decided = [words for words in shown if words.startswith(("holds", "does not hold"))]
+    left = [words for words in decided if "with all others" not in words]
+    asked = [words for words in shown if words != "–"]
+    assert f"other {len(decided)} of {len(asked)}, {len(left)} with all others" in told
     assert re.fullmatch(r"\| .* \| – \| \w[^|]*: [+-]\d[^|]* on demo_sentiment \| \w[^|]*: [^|]* \|", row)
 
 
@@ -366,6 +373,9 @@ def test_numbers_in_the_prose_are_asked_of_the_file(searched, tmp_path):
         "one difference is all there are"
     )
     assert {told for _, _, told in numbers[:-1]} == {""}, "only differences are told from zero"
+    table = "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+    prose.write_text(f"A\nline.\n\n{table}")
+    assert filled(prose, cells)[0] == f"A line.\n\n{table}", "lines of tables are not joined"
     for mistake, reason in (("{{lcgd sim}}", "no cell with metric=sim"), ("{{most: lcgd sim_aou}}", "no kind most")):
         prose.write_text(f"<!--\nlcgd = method=lcgd lr=0.03\n-->\n\nText.\n{mistake}\n")
         with pytest.raises(ValueError, match=rf"prose\.md:6: .*{reason}"):
@@ -415,6 +425,13 @@ def test_cells_that_differ_in_more_than_their_column_says_do_not_replace_each_ot
     assert len(with_folders(file, [searched])) == len(cells), "once more the same cells"
     with pytest.raises(ValueError, match=rf"gd: rates were searched with limit={told} and limit=all; keep one"):
         run_of(both)
+
+
+def test_a_folder_without_a_finished_cell_adds_nothing(searched, tmp_path):
+    begun = load_run(searched)
+    begun = replace(begun, values=begun.values.iloc[:0])
+    assert list(cells_of(begun).columns) == list(cells_of(load_run(searched)).columns)
+    assert cells_of(begun).empty
 
 
 def test_spreads_in_the_prose_are_those_of_rounding_and_of_seeds_beyond_it(searched, tmp_path):
