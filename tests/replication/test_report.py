@@ -20,8 +20,8 @@ from fairseq_icl.replication.report.experiments import switched_labels
 from fairseq_icl.replication.report.plotting import drawings
 from fairseq_icl.replication.report.published import published_figures
 from fairseq_icl.replication.report.run import Run, load_run
-from fairseq_icl.replication.report.tables import comparison_tables, paper_tables
-from fairseq_icl.replication.report.text import escaped, latex, markdown, plain
+from fairseq_icl.replication.report.tables import Entry, comparison_tables, paper_tables
+from fairseq_icl.replication.report.text import escaped, latex, markdown, plain, shown
 from fairseq_icl.results import COLUMNS
 
 DATASETS = ("sst2", "sst5", "mr", "subj", "agnews", "cb")
@@ -305,3 +305,16 @@ def test_the_command_prints_tables_and_refuses_other_folders(complete, tmp_path,
     ResultsFolder(tmp_path / "empty")
     with pytest.raises(UserError, match="nothing was planned"):
         main([str(tmp_path / "empty")])
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "text"),
+    [
+        (3e-5, 0.02, "3e-05 ± 0.0200"),
+        (-4e-5, 2e-5, "-4e-05 ± 2e-05"),
+        (6e-5, 0.0, "0.0001 ± 0.0000"),
+        (0.0, 1e-17, "0.0000 ± 0.0000"),
+    ],
+)
+def test_what_is_not_zero_is_not_shown_as_zero_unless_it_is_rounding(mean, sd, text):
+    assert shown(Entry(mean, sd), 4, "published")["ours"] == text

@@ -36,8 +36,12 @@ def shown(entry: Entry, decimals: int, reference: str) -> dict[str, str]:
     Ours is always there: mean ± SD over seeds; else `0/0`, `missing` (planned, without a result) or a dash.
     """
 
+    def digits(value: float) -> str:
+        seems_zero = 1e-9 < abs(value) < 0.5 * 10**-decimals  # a learning rate, say; less is rounding
+        return f"{value:.0e}" if seems_zero else f"{value:.{decimals}f}"
+
     def number(mean: float, sd: float | None) -> str:
-        return f"{mean:.{decimals}f}" + (f" ± {sd:.{decimals}f}" if sd is not None else "")
+        return digits(mean) + (f" ± {digits(sd)}" if sd is not None else "")
 
     said = {OURS: MISSING if entry.planned else NOT_PLANNED}
     if entry.is_undefined:
