@@ -96,15 +96,14 @@ def answer(cells: pd.DataFrame, words: Sequence[str]) -> str:
     values = values_of(cells, words)
     mean, count, told = float(values.mean()), len(values), ""
     if count > 1:
-        low, high = interval_of(cells, words)
+        low, high = interval_of(values, words)
         told = f", SD {values.std():.4f}, 95 % [{low:.4f}, {high:.4f}]"
     drawn = "permutation" if values.index.unique("seed").size < count else "seed"
     return f"{values.to_string()}\nmean {mean:.4f}{told} over {count} {drawn}{'s' if count > 1 else ''}"
 
 
-def interval_of(cells: pd.DataFrame, words: Sequence[str]) -> tuple[float, float]:
+def interval_of(values: pd.Series, words: Sequence[str]) -> tuple[float, float]:
     """Student's interval of the mean over seeds, within what there can be; ValueError if there is one seed alone."""
-    values = values_of(cells, words)
     metric = wanted_by([word for word in words if word != "minus"])["metric"]
     if len(values) < 2:
         raise ValueError("one seed has no interval")
@@ -160,7 +159,7 @@ def wanted_by(words: Sequence[str]) -> dict[str, str]:
 def rows_of(cells: pd.DataFrame, wanted: Mapping[str, str], may_differ: Sequence[str] = ()) -> pd.DataFrame:
     """The rows with these columns; ValueError if there are none, or of several kinds (but for what may differ)."""
     rows = cells
-    for column, value in wanted.items():
+    for column, value in sorted(wanted.items(), key=lambda item: item[0] != "metric"):  # of which there are most
         if column not in rows:
             raise ValueError(f"the file has no column {column}; it has {', '.join(COLUMNS)}")
         known = rows[column].astype(str)

@@ -11,6 +11,8 @@ that come often. The word before a colon says what is put in their place:
     {{spread: a auc_ft}}       SD over draws of rounding (or over orders), and over seeds beyond that: .014 and .101
     {{count: differences}}     how many differences there are in the prose; `decided`: how many of their intervals do
                                not hold zero; `together`: how many are left by Holm's correction over all of them
+    {{each mean: .a auc_ft}}   a row of a table: with the line `each = x y` at the head {{mean: x.a auc_ft}} | {{mean:
+                               y.a auc_ft}}; a point alone is x and y themselves; `each.NAME` is another such line
 """
 
 import re
@@ -18,6 +20,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -29,49 +32,82 @@ from fairseq_icl.replication.report.experiments import spreads
 
 HEAD = re.compile(r"\A<!--\n(.*?)-->\n+", re.DOTALL)
 ASKED = re.compile(r"\{\{(?:(\w+):\s)?([^{}]+)\}\}")
+EACH = re.compile(r"\{\{(each\S*)\s([^{}]+)\}\}")
 Words = Sequence[str]
+
+
+class Asked(NamedTuple):
+    """What stands in the place of a number: what kind of number, and the words of `--ask`."""
+
+    kind: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        suffix = f" ({self.kind})" if self.kind in ("range", "spread") else ""
+        return f"`{shlex.join(self.words)}`{suffix}"
 
 
 def filled(file: Path, cells: pd.DataFrame) -> tuple[str, list[list[str]]]:
     """The prose with its numbers; and of each of them the number, the words that ask for it, and if it is a difference
-    whether it is decided by itself, and together with all others."""
+    whether it is decided by itself, and together with all others (these are in bold)."""
     text = file.read_text("utf-8")
     head = HEAD.match(text)
     aliases: dict[str, list[str]] = {}
     for line in head[1].splitlines() if head else ():
         alias, _, words = line.partition(" = ")
-        aliases[alias] = expanded(shlex.split(words), aliases)
-    numbers: dict[str, str] = {}
-    levels: dict[str, float] = {}
+        aliases[alias] = words.split() if alias.startswith("each") else expanded(shlex.split(words), aliases)
+    text = EACH.sub(lambda row: in_each(row, aliases), text)
+    numbers: dict[Asked, str] = {}
+    levels: dict[Asked, float] = {}
 
-    def put(found: re.Match[str]) -> str:
+    def asked(found: re.Match[str]) -> Asked:
         words = expanded(shlex.split(found[2]), aliases)
-        kind = found[1] or ("interval" if "minus" in words else "number")
+        return Asked(found[1] or ("interval" if "minus" in words else "number"), tuple(words))
+
+    for found in ASKED.finditer(text):
+        question = asked(found)
+        kind, words = question
         if kind == "count":
-            return found[0]  # once all others are known
+            continue  # once all others are known
         try:
+            if kind == "spread":
+                numbers[question] = _spread(cells, words)
+                continue
             if kind not in KINDS:
-                raise ValueError(f"no kind {kind}; there are {', '.join(KINDS)}")
-            told = KINDS[kind](cells, words)
+                raise ValueError(f"no kind {kind}; there are {', '.join(KINDS)}, spread")
+            values = values_of(cells, words)
+            numbers[question] = KINDS[kind](values, words)
         except ValueError as error:
             raise ValueError(f"{file}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]}: {error}") from error
-        suffix = f" ({found[1]})" if found[1] in ("range", "spread") else ""
-        place = f"`{shlex.join(words)}`{suffix}"
-        numbers[place] = told
         if kind == "interval" and "minus" in words:
-            levels[place] = level_of(values_of(cells, words))
-        return told
-
-    text = ASKED.sub(put, text)[head.end() if head else 0 :]
-    decided = {place for place, level in levels.items() if level <= LEVEL}
+            levels[question] = level_of(values)
+    decided = {question for question, level in levels.items() if level <= LEVEL}
     kept = together(levels)
     counts = {"differences": len(levels), "decided": len(decided), "together": len(kept)}
+
+    def put(found: re.Match[str]) -> str:
+        question = asked(found)
+        number = str(counts[found[2]]) if question.kind == "count" else numbers[question]
+        return f"**{number}**" if question in kept else number
+
     try:
-        text = ASKED.sub(lambda found: str(counts[found[2]]), text)
+        text = ASKED.sub(put, text)[head.end() if head else 0 :]
     except KeyError as error:
         raise ValueError(f"{file}: no count of {error}; there are {', '.join(counts)}") from error
-    told = {place: "all together" if place in kept else "alone" if place in decided else "open" for place in levels}
-    return wrapped(text), [[number, place, told.get(place, "")] for place, number in numbers.items()]
+    told = {one: "all together" if one in kept else "alone" if one in decided else "open" for one in levels}
+    return wrapped(text), [[number, str(one), told.get(one, "")] for one, number in numbers.items()]
+
+
+def in_each(row: re.Match[str], aliases: Mapping[str, Words]) -> str:
+    """The same question of every place, as the cells of a row of a table; ValueError if no places are known."""
+    each, words = row.groups()
+    if each not in aliases:
+        raise ValueError(f"{row[0]}: the head of the prose has no line {each} = PLACE PLACE")
+    asked = [
+        " ".join(place + word.rstrip(".") if word.startswith(".") else word for word in words.split())
+        for place in aliases[each]
+    ]
+    return " | ".join("{{" + words + "}}" for words in asked)
 
 
 def level_of(values: pd.Series) -> float:
@@ -82,13 +118,13 @@ def level_of(values: pd.Series) -> float:
     return float(2 * stdtr(len(values) - 1, -abs(values.mean()) / error))
 
 
-def together(levels: Mapping[str, float]) -> set[str]:
+def together(levels: Mapping[Asked, float]) -> set[Asked]:
     """Those that are told from zero if no error at all is wanted among them (Holm's correction)."""
-    kept: set[str] = set()
-    for rank, place in enumerate(sorted(levels, key=lambda one: levels[one])):
-        if levels[place] > LEVEL / (len(levels) - rank):
+    kept: set[Asked] = set()
+    for rank, question in enumerate(sorted(levels, key=lambda one: levels[one])):
+        if levels[question] > LEVEL / (len(levels) - rank):
             break
-        kept.add(place)
+        kept.add(question)
     return kept
 
 
@@ -112,22 +148,20 @@ def expanded(words: Words, aliases: Mapping[str, list[str]]) -> list[str]:
     return [part for word in words for part in aliases.get(word, [word])]
 
 
-def _mean(cells: pd.DataFrame, words: Words) -> str:
-    return written(values_of(cells, words).mean(), signed="minus" in words)
+def _mean(values: pd.Series, words: Words) -> str:
+    return written(values.mean(), signed="minus" in words)
 
 
-def _number(cells: pd.DataFrame, words: Words) -> str:
-    values = values_of(cells, words)
-    return _mean(cells, words) + (f" ± {written(values.std())}" if len(values) > 1 else "")
+def _number(values: pd.Series, words: Words) -> str:
+    return _mean(values, words) + (f" ± {written(values.std())}" if len(values) > 1 else "")
 
 
-def _interval(cells: pd.DataFrame, words: Words) -> str:
-    low, high = interval_of(cells, words)
-    return f"{_mean(cells, words)} [{written(low)}, {written(high)}]"
+def _interval(values: pd.Series, words: Words) -> str:
+    low, high = interval_of(values, words)
+    return f"{_mean(values, words)} [{written(low)}, {written(high)}]"
 
 
-def _range(cells: pd.DataFrame, words: Words) -> str:
-    values = values_of(cells, words)
+def _range(values: pd.Series, words: Words) -> str:
     return f"{written(values.min())} to {written(values.max())}"
 
 
@@ -141,12 +175,11 @@ def _spread(cells: pd.DataFrame, words: Words) -> str:
     return written(within) if np.isnan(over) else f"{written(within)} and {written(over)}"
 
 
-KINDS: dict[str, Callable[[pd.DataFrame, Words], str]] = {
+KINDS: dict[str, Callable[[pd.Series, Words], str]] = {
     "number": _number,
     "mean": _mean,
     "interval": _interval,
     "range": _range,
-    "spread": _spread,
 }
 
 

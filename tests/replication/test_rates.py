@@ -365,17 +365,31 @@ def test_numbers_in_the_prose_are_asked_of_the_file(searched, tmp_path):
         f"{less.mean():+.3f} [{interval.low:.3f}, {interval.high:.3f}]",
     ]
     text, numbers = filled(prose, cells)
-    plainly = [re.sub(r"(?<!\d)\.(?=\d)", "0.", part) for part in text.strip().split("; ")]
-    assert plainly == expected, "without the zero before the point"
     number, words, told = numbers[-1]
-    assert (number, words) == (text.strip().split("; ")[-1], "`method=lcgd lr=0.03 sim_aou minus method=gd`")
-    assert told == ("all together" if ttest_1samp(less, 0).pvalue <= 0.05 else "open"), (
-        "one difference is all there are"
-    )
+    is_told = ttest_1samp(less, 0).pvalue <= 0.05
+    assert told == ("all together" if is_told else "open"), "one difference is all there are"
+    *others, last = text.strip().split("; ")
+    assert last == (f"**{number}**" if is_told else number)
+    assert words == "`method=lcgd lr=0.03 sim_aou minus method=gd`"
+    plainly = [re.sub(r"(?<!\d)\.(?=\d)", "0.", part) for part in [*others, number]]
+    assert plainly == expected, "without the zero before the point"
     assert {told for _, _, told in numbers[:-1]} == {""}, "only differences are told from zero"
+    prose.write_text(
+        "<!--\na = lr=0.03\na.x = method=lcgd lr=0.03\nb = lr=0.01\nb.x = method=lcgd lr=0.01\n"
+        "each = a b\neach.other = b a\n-->\n"
+        "| lcgd | {{each mean: .x sim_aou}} |\n| gd | {{each.other mean: . sim_aou method=gd}} |\n"
+    )
+    chosen = cells[(cells["perturbation"] == 0) & (cells["metric"] == "sim_aou")]
+    means = chosen[chosen["lr"].isin(["0.01", "0.03"])].pivot_table("value", "method", "lr")
+    rows = [[float(cell) for cell in row.split("|")[2:4]] for row in filled(prose, cells)[0].splitlines()]
+    lcgd, gd = means.loc["lcgd"], means.loc["gd"]
+    assert rows == [pytest.approx(row, abs=6e-4) for row in ([lcgd["0.03"], lcgd["0.01"]], [gd["0.01"], gd["0.03"]])]
     table = "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     prose.write_text(f"A\nline.\n\n{table}")
     assert filled(prose, cells)[0] == f"A line.\n\n{table}", "lines of tables are not joined"
+    prose.write_text("{{each.one mean: . sim_aou}}")
+    with pytest.raises(ValueError, match=r"the head of the prose has no line each\.one = PLACE PLACE"):
+        filled(prose, cells)
     for mistake, reason in (("{{lcgd sim}}", "no cell with metric=sim"), ("{{most: lcgd sim_aou}}", "no kind most")):
         prose.write_text(f"<!--\nlcgd = method=lcgd lr=0.03\n-->\n\nText.\n{mistake}\n")
         with pytest.raises(ValueError, match=rf"prose\.md:6: .*{reason}"):
@@ -406,6 +420,7 @@ def test_differences_of_the_prose_are_counted_and_taken_together(searched, tmp_p
     levels = [ttest_1samp(draws[name][0] + draws[name][1] * by_seed, 0).pvalue for name in draws]
     assert levels[0] < 0.05 / 4 < 0.05 / 3 < levels[1] < levels[2] < 0.05 < levels[3]
     assert text.split()[:3] == ["4", "3", "1"]
+    assert re.findall(r"\*\*(.+?)\*\*", text) == [numbers[-1][0]], "what is left of them all is in bold"
     assert [told for *_, told in numbers] == ["open", "alone", "alone", "all together"]
     prose.write_text("{{count: claims}}")
     with pytest.raises(ValueError, match="no count of 'claims'; there are differences, decided, together"):
