@@ -254,8 +254,9 @@ class Observer:
 
     def _demonstration_logprob(self, queries: Sequence[Query]) -> Tensor | None:
         """(n,): what the fine-tuning loss of each query with its right label is, negated; None unless it is wanted."""
-        settings, decoder = self.prompts.settings, self.model.lm.decoder
-        if settings.queries != "train" or self.context != self.prompts.start:
+        settings, decoder, edit = self.prompts.settings, self.model.lm.decoder, self.model.edit
+        # A search asks of moved weights how labels and their ranking change, not the text.
+        if settings.queries != "train" or settings.perturbation or self.context != self.prompts.start:
             return None
         sequences = [finetuning_sequence(query, query.gold, settings.loss_on, self.context) for query in queries]
         device, found = next(decoder.parameters()).device, torch.zeros(len(sequences))
@@ -270,7 +271,6 @@ class Observer:
             first = torch.arange(len(last), device=device)
 
             def run(tokens: Tensor = given[:, :-1], first: Tensor = first, last: Tensor = last) -> Tensor:
-                edit = self.model.edit
                 with edited(decoder, edit, first, last) if edit else nullcontext(), positions_from(decoder, 0):
                     return decoder(tokens)[0]
 

@@ -42,7 +42,6 @@ from fairseq_icl.replication.report.rates import (
 )
 from fairseq_icl.replication.report.rates import _tried as tried_rate
 from fairseq_icl.replication.report.run import load_run
-from fairseq_icl.results import read_results
 from tests.commands import run, succeeded
 
 SEARCH = ["experiment=rate_search", "model=demo", "dataset=demo_sentiment", "num_demonstrations=6", "limit=8"]
@@ -272,10 +271,12 @@ def test_rows_that_are_asked_about_are_no_demonstrations_and_their_likelihood_is
 
 
 def test_a_cell_of_the_search_has_everything_else_as_well(searched):
-    cell = next((searched / "cells").iterdir())
-    table, _ = read_results(cell / "results.parquet")
-    names = set(table["metric"])
-    assert {"demonstration_log_likelihood_zsl", "auc_icl", "accuracy_calibrated_ft", "log_likelihood_ft"} <= names
+    of_text = {"demonstration_log_likelihood_zsl", "demonstration_log_likelihood_ft"}
+    found = load_run(searched)
+    for key, said in found.settings.items():
+        names = set(found.values.loc[found.values["key"] == key, "metric"])
+        assert {"auc_icl", "accuracy_calibrated_ft", "log_likelihood_ft"} <= names
+        assert names & of_text == (set() if said.get("perturbation") else of_text), "of moved weights nobody asks it"
 
 
 def test_the_page_of_findings_is_made_of_the_file_of_its_cells_alone(searched, tmp_path, monkeypatch):
