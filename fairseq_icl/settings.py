@@ -152,7 +152,7 @@ class Settings:
         "also measure after each demonstration, ICL with so many against fine-tuning after so many, on the first N "
         "validation examples (0: not at all)"
     )
-    missing_class: Literal["warn", "refuse"] = setting((CONTEXT,), "warn")(
+    missing_class: Literal["warn", "refuse", "ignore"] = setting((CONTEXT,), "warn")(
         "what to do if no demonstration in the prompt has one of the labels; the authors do not look"
     )
     separator: Literal["model", "eos", "newline"] = setting((CONTEXT,), "model")(

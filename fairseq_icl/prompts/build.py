@@ -205,7 +205,7 @@ def _warn(spec: DatasetSpec, k: int, shown: Sequence[int], max_positions: int, m
             f"longest query; the ICL prompt leaves out {k - len(shown)}"
         )
     missing = [word for number, word in enumerate(spec.label_words) if number not in shown]
-    if shown and missing:
+    if shown and missing and missing_class != "ignore":
         text = f"{spec.name}: no demonstration in the prompt has the label {', '.join(missing)}"
         if missing_class == "refuse":
             raise UserError(f"{text}; raise num_demonstrations or take another seed")

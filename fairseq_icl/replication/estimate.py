@@ -23,7 +23,7 @@ from fairseq_icl.replication.plan import borrowed_rates, counted
 from fairseq_icl.settings import OF_TRAINING
 from fairseq_icl.training.fine_tuning import fine_tuned
 
-QUERIES, DEMONSTRATIONS = 8, 2  # of the probe
+QUERIES, STEPS = 8, 2  # of the probe
 
 
 def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
@@ -50,7 +50,7 @@ def describe(config: dict[str, Any], cells: Sequence[Cell], data: Path) -> str:
     if {_kind(cell) for cell in todo} <= taken.keys():
         seconds, how = sum(fmean(taken[_kind(cell)]) for cell in todo), f"from {len(finished)} finished cells"
     else:
-        seconds, how = Probe(keys, data).estimate(todo), f"from a probe of {QUERIES} queries and {DEMONSTRATIONS} steps"
+        seconds, how = Probe(keys, data).estimate(todo), f"from a probe of {QUERIES} queries and {STEPS} steps"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     lines += [f"about {duration(seconds)} on this machine in one process, if it does nothing else ({how})"]
     lines += [f"about {peak:.1f} GiB of memory for a process, more with long prompts (the probe's peak)"]
@@ -89,9 +89,9 @@ class Probe:
     def _rate(self, kind: str, cell: Cell) -> float:
         work = (kind, cell.method if kind == "train" else "", cell.settings.device, cell.settings.precision)
         if work not in self.rates:
-            small = replace(cell.settings, limit=QUERIES, num_demonstrations=DEMONSTRATIONS, init="pretrained")
+            small = replace(cell.settings, limit=QUERIES, num_demonstrations=STEPS, missing_class="ignore")
             prompts = build_prompts(cell.spec, self.data, self.keys.files.writing, small)
-            model = load_from(self.keys.files, small)
+            model = load_from(self.keys.files, replace(small, init="pretrained"))
             start = time.perf_counter()
             if kind == "train":
                 with fine_tuned(model, prompts, cell.method, **{name: getattr(small, name) for name in OF_TRAINING}):

@@ -205,6 +205,13 @@ def test_missing_class_is_refused_on_request(tmp_path: Path) -> None:
         build(tmp_path, missing_class="refuse")
 
 
+def test_missing_class_is_passed_over_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_sentiment(tmp_path)
+    write_jsonl(tmp_path / "sample_train.jsonl", [{"text": "x", "label": 0}] * 6)
+    build(tmp_path, missing_class="ignore")
+    assert "no demonstration in the prompt" not in caplog.text
+
+
 def test_prompts_remember_what_they_were_built_from(tmp_path: Path) -> None:
     prompts = build(write_sentiment(tmp_path), position="gold")
     assert (prompts.spec, prompts.data) == (SPEC, tmp_path)

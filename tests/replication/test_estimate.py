@@ -39,5 +39,12 @@ def test_more_cells_take_longer_and_shared_work_counts_once(world, tmp_path):
     assert probe.estimate([*few, *few]) == probe.estimate(few)
 
 
+def test_the_probes_few_demonstrations_are_not_held_against_the_plan(world, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("fairseq_icl.replication.estimate.STEPS", 1)  # so that a class is missing for certain
+    (cell, *_), engine = planned(world, tmp_path / "run", *WORDS, "missing_class=refuse")
+    assert Probe(engine.keys, world.data).estimate([cell]) > 0
+    assert "no demonstration in the prompt has" not in caplog.text
+
+
 def test_times_are_said_as_people_say_them():
     assert [duration(seconds) for seconds in (5, 119, 600, 7200)] == ["5 s", "119 s", "10 min", "2.0 h"]
