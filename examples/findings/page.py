@@ -52,7 +52,8 @@ def counts(cells: pd.DataFrame) -> str:
     minutes = each.groupby(columns)["seconds"].sum() / 60
     rows = [[str(name), *(str(count) if count else "–" for count in row)] for name, row in numbers.iterrows()]
     rows.append(["minutes of one core", *(f"{minutes[name]:.0f}" for name in numbers)])
-    return lines_of("### Cells", ["", *map(str, numbers)], rows)
+    table = lines_of("### Cells", ["", *map(str, numbers)], rows)
+    return f"{table}\n\nWhere the search chose the paper's rate, the cell is counted with the papers'."
 
 
 def parts_of(own: pd.DataFrame, model: str, page: Path, judged: Sequence[Verdict]) -> Iterator[str]:
