@@ -162,7 +162,7 @@ def spread_table(rows: pd.DataFrame, by: str, title: str) -> str:
 
 
 def said(claim: Claim) -> str:
-    """The claim and the name that tells it from others which say "the same"."""
+    """The claim and its name."""
     return f"{claim.says} (`{claim.name}`)"
 
 
