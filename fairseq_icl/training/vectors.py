@@ -119,7 +119,7 @@ def context_that_tells_nothing(model: Model, prompts: Prompts) -> Tokens:
     """The prompt's demonstrations with as many labels switched as chance would get wrong."""
     options = max(len(query.labels) for query in prompts.queries)
     switched = replace(
-        prompts.settings, switch_labels="demonstrations", switch_fraction=1 - 1 / options, missing_class="warn"
+        prompts.settings, switch_labels="demonstrations", switch_fraction=1 - 1 / options, missing_class="ignore"
     )
     return build_prompts(prompts.spec, prompts.data, model.writing, switched).context
 

@@ -213,6 +213,14 @@ def test_the_misleading_prompt_has_half_of_its_labels_switched(demo: tuple[Model
     assert sum(one != other for one, other in zip(misled, prompts.context, strict=True)) == 4
 
 
+def test_labels_that_were_switched_on_purpose_are_not_missed(demo: tuple[Model, Prompts], caplog):
+    model, _ = demo
+    prompts = fi.build_prompts(model, "demo_sentiment", k=2, demonstrations="balanced", missing_class="refuse", limit=4)
+    misled = context_that_tells_nothing(model, prompts)  # one of two labels is switched, so both are the same
+    assert misled != prompts.context
+    assert "no demonstration in the prompt has" not in caplog.text
+
+
 def test_wrong_choices_are_told(demo: tuple[Model, Prompts]):
     model, prompts = demo
     for settings, told in (
