@@ -56,7 +56,14 @@ def filled(file: Path, cells: pd.DataFrame) -> tuple[str, list[list[str]]]:
     for line in head[1].splitlines() if head else ():
         alias, _, words = line.partition(" = ")
         aliases[alias] = words.split() if alias.startswith("each") else expanded(shlex.split(words), aliases)
-    text = EACH.sub(lambda row: in_each(row, aliases), text)
+
+    def place(found: re.Match[str]) -> str:
+        return f"{file}:{found.string.count(chr(10), 0, found.start()) + 1}: {found[0]}"
+
+    for row in EACH.finditer(text):
+        if row[1] not in aliases:
+            raise ValueError(f"{place(row)}: the head of the prose has no line {row[1]} = PLACE PLACE")
+    text = EACH.sub(lambda row: in_each(row[2], aliases[row[1]]), text)
     numbers: dict[Asked, str] = {}
     levels: dict[Asked, float] = {}
 
@@ -67,8 +74,8 @@ def filled(file: Path, cells: pd.DataFrame) -> tuple[str, list[list[str]]]:
     for found in ASKED.finditer(text):
         question = asked(found)
         kind, words = question
-        if kind == "count":
-            continue  # once all others are known
+        if kind == "count" or question in numbers:  # counted once all others are known
+            continue
         try:
             if kind == "spread":
                 numbers[question] = _spread(cells, words)
@@ -78,7 +85,7 @@ def filled(file: Path, cells: pd.DataFrame) -> tuple[str, list[list[str]]]:
             values = values_of(cells, words)
             numbers[question] = KINDS[kind](values, words)
         except ValueError as error:
-            raise ValueError(f"{file}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]}: {error}") from error
+            raise ValueError(f"{place(found)}: {error}") from error
         if kind == "interval" and "minus" in words:
             levels[question] = level_of(values)
     decided = {question for question, level in levels.items() if level <= LEVEL}
@@ -98,16 +105,13 @@ def filled(file: Path, cells: pd.DataFrame) -> tuple[str, list[list[str]]]:
     return wrapped(text), [[number, str(one), told.get(one, "")] for one, number in numbers.items()]
 
 
-def in_each(row: re.Match[str], aliases: Mapping[str, Words]) -> str:
-    """The same question of every place, as the cells of a row of a table; ValueError if no places are known."""
-    each, words = row.groups()
-    if each not in aliases:
-        raise ValueError(f"{row[0]}: the head of the prose has no line {each} = PLACE PLACE")
+def in_each(words: str, places: Words) -> str:
+    """The same question of every place, as the cells of a row of a table."""
     asked = [
         " ".join(place + word.rstrip(".") if word.startswith(".") else word for word in words.split())
-        for place in aliases[each]
+        for place in places
     ]
-    return " | ".join("{{" + words + "}}" for words in asked)
+    return " | ".join("{{" + question + "}}" for question in asked)
 
 
 def level_of(values: pd.Series) -> float:

@@ -389,7 +389,7 @@ def test_numbers_in_the_prose_are_asked_of_the_file(searched, tmp_path):
     prose.write_text(f"A\nline.\n\n{table}")
     assert filled(prose, cells)[0] == f"A line.\n\n{table}", "lines of tables are not joined"
     prose.write_text("{{each.one mean: . sim_aou}}")
-    with pytest.raises(ValueError, match=r"the head of the prose has no line each\.one = PLACE PLACE"):
+    with pytest.raises(ValueError, match=r"prose\.md:1: .*: the head of the prose has no line each\.one = PLACE PLACE"):
         filled(prose, cells)
     for mistake, reason in (("{{lcgd sim}}", "no cell with metric=sim"), ("{{most: lcgd sim_aou}}", "no kind most")):
         prose.write_text(f"<!--\nlcgd = method=lcgd lr=0.03\n-->\n\nText.\n{mistake}\n")
